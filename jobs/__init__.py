@@ -1,0 +1,1 @@
+"""Runnable jobs on real data."""

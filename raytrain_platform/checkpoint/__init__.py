@@ -1,0 +1,1 @@
+"""State committed to storage, read only when no replica is left."""

@@ -1,0 +1,1 @@
+"""How workers exchange tensors: process groups with bounded waits, and the exact reduction."""

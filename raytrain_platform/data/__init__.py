@@ -1,0 +1,1 @@
+"""Which samples make up a step, and how they get there."""

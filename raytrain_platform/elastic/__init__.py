@@ -1,0 +1,1 @@
+"""Who takes part: the shards each worker computes, and the agreement on each generation."""

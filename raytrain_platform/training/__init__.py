@@ -1,0 +1,1 @@
+"""The training loop, what Ray Train runs, and the job that holds the replicas together."""
