@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import yaml
 from pydantic import (
@@ -17,14 +17,19 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
-    model_validator,
+    ValidationInfo,
+    field_validator,
 )
 
 from raytrain_platform.errors import SpecError
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # A contradiction is found by the validator of the later field (hence the validated defaults): the model's own
+    # would not run, and so stay silent, while any other field is wrong.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 class ReplicaSpec(_Frozen):
@@ -42,11 +47,13 @@ class ReplicaSpec(_Frozen):
     resources_per_worker: dict[str, PositiveFloat] = Field(default={"CPU": 1})
     """What Ray reserves for one worker, such as ``{"CPU": 1}``."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.min > self.max:
-            raise ValueError(f"need min <= max, got min {self.min} > max {self.max}")
-        return self
+    @field_validator("max")
+    @classmethod
+    def _ordered(cls, most: int, info: ValidationInfo) -> int:
+        least = info.data.get("min")
+        if least is not None and least > most:
+            raise ValueError(f"need min <= max, got min {least} > max {most}")
+        return most
 
 
 class LoaderSpec(_Frozen):
@@ -85,8 +92,8 @@ class TimeoutSpec(_Frozen):
     patience_s: PositiveFloat = 10.0
     """From the moment ``replicas.min`` are ready: how much longer the first generation waits for the rest."""
 
-    lost_after_s: PositiveFloat = 2.0
-    """Silence after which a member is lost, with no other evidence."""
+    lost_after_s: float = Field(default=2.0, ge=1.0)
+    """Silence after which a member is lost, with no other evidence; at least two beats of 0.5 s."""
 
     suspect_after_s: PositiveFloat = 0.2
     """Silence after which a member is lost once another member saw a connection break."""
@@ -94,16 +101,16 @@ class TimeoutSpec(_Frozen):
     hang_after_s: PositiveFloat = 300.0
     """How long a member that still beats may keep the others waiting before it counts as lost."""
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        ordered = ("suspect_after_s", "lost_after_s", "hang_after_s")
-        for shorter, longer in itertools.pairwise(ordered):
-            low, high = getattr(self, shorter), getattr(self, longer)
-            if low >= high:
-                raise ValueError(f"need {shorter} < {longer}, got {shorter} {low:g} >= {longer} {high:g}")
-        if self.lost_after_s < 1.0:
-            raise ValueError(f"need lost_after_s >= 1 (two beats of 0.5 s), got {self.lost_after_s:g}")
-        return self
+    @field_validator("suspect_after_s", "hang_after_s")
+    @classmethod
+    def _ordered(cls, seconds: float, info: ValidationInfo) -> float:
+        lost = info.data.get("lost_after_s")
+        if lost is not None and not (seconds < lost if info.field_name == "suspect_after_s" else lost < seconds):
+            raise ValueError(
+                f"need suspect_after_s < lost_after_s < hang_after_s, "
+                f"got {info.field_name} {seconds:g} and lost_after_s {lost:g}"
+            )
+        return seconds
 
 
 class JobSpec(_Frozen):
@@ -124,7 +131,7 @@ class JobSpec(_Frozen):
     steps: PositiveInt | None = None
     """Steps to train for; give either this or ``epochs``."""
 
-    epochs: PositiveFloat | None = None
+    epochs: float | None = Field(default=None, gt=0, le=1e9)
     """Passes over the data to train for; give either this or ``steps``."""
 
     batch_size: PositiveInt = 64
@@ -157,22 +164,35 @@ class JobSpec(_Frozen):
     storage: str = "~/raytrain"
     """Folder or fsspec URL under which the job keeps its checkpoints."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError(f"give exactly one of steps and epochs, got steps {self.steps} and epochs {self.epochs}")
-        if self.num_shards > self.batch_size:
-            raise ValueError(
-                f"need num_shards <= batch_size, or some shards are always empty; "
-                f"got num_shards {self.num_shards} > batch_size {self.batch_size}"
-            )
-        most_workers = self.replicas.max * self.replicas.workers_per_replica
-        if most_workers > self.num_shards:
-            raise ValueError(
-                f"need replicas.max * replicas.workers_per_replica <= num_shards, or some workers never have work; "
-                f"got {most_workers} > {self.num_shards}"
-            )
-        return self
+    @field_validator("epochs")
+    @classmethod
+    def _one_length(cls, epochs: float | None, info: ValidationInfo) -> float | None:
+        if "steps" in info.data and ((steps := info.data["steps"]) is None) == (epochs is None):
+            raise ValueError(f"give exactly one of steps and epochs, got steps {steps} and epochs {epochs}")
+        return epochs
+
+    @field_validator("num_shards")
+    @classmethod
+    def _no_empty_shards(cls, num_shards: int, info: ValidationInfo) -> int:
+        batch_size = info.data.get("batch_size")
+        if batch_size is not None and num_shards > batch_size:
+            raise ValueError(f"need num_shards <= batch_size, else shards stay empty; got {num_shards} > {batch_size}")
+        return num_shards
+
+    @field_validator("replicas")
+    @classmethod
+    def _no_idle_workers(cls, replicas: ReplicaSpec, info: ValidationInfo) -> ReplicaSpec:
+        num_shards, most_workers = info.data.get("num_shards"), replicas.max * replicas.workers_per_replica
+        if num_shards is not None and most_workers > num_shards:
+            raise ValueError(f"need max * workers_per_replica <= num_shards, got {most_workers} > {num_shards}")
+        return replicas
+
+    @property
+    def job_storage(self) -> str:
+        """Folder or URL of this job alone, under ``storage``."""
+        if "://" in self.storage:
+            return f"{self.storage.rstrip('/')}/{self.name}"
+        return str(Path(self.storage).expanduser().resolve() / self.name)
 
     def num_steps(self, num_samples: int) -> int:
         """Steps the job trains for.
@@ -185,6 +205,15 @@ class JobSpec(_Frozen):
         assert self.epochs is not None
         steps_per_epoch = -(-num_samples // self.batch_size)
         return max(1, round(self.epochs * steps_per_epoch))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which ``1e-3`` is a number; PyYAML follows YAML 1.1 and would read a string."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def parse_spec(values: Mapping[str, Any]) -> JobSpec:
@@ -213,11 +242,12 @@ def load_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> J
         SpecError: The file is missing or is no YAML mapping, or fields are wrong.
     """
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise SpecError(f"cannot read the spec file {str(path)!r}: {error.strerror}; check the path") from None
-    except yaml.YAMLError as error:
-        raise SpecError(f"{str(path)!r} is not valid YAML: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # ValueError: not UTF-8, or a scalar such as 2026-13-45 that looks like a date and is none.
+        raise SpecError(f"{str(path)!r} is not valid YAML: {error}; correct it there") from None
     if not isinstance(values, dict):
         raise SpecError(
             f"{str(path)!r} must hold a mapping of fields such as 'name: digits', got {type(values).__name__}"
@@ -230,7 +260,7 @@ def load_spec(path: str | Path, overrides: Mapping[str, Any] | None = None) -> J
 def _assign(values: dict[str, Any], dotted: str, value: Any) -> None:
     *sections, field = dotted.split(".")
     for section in sections:
-        inner = values.setdefault(section, {})
+        inner = values[section] = {} if values.get(section) is None else values[section]
         if not isinstance(inner, dict):
             raise SpecError(f"cannot set {dotted!r}: {section!r} is {inner!r}, not a section")
         values = inner
@@ -253,7 +283,17 @@ def _describe(detail: Mapping[str, Any]) -> str:
         return f"{where}: {message}"
     if detail["type"] == "string_pattern_mismatch":
         message = f"should be the {_section(location[:-1]).model_fields[location[-1]].description}".rstrip(".")
-    return f"{where}: {message}, got {detail['input']!r}"
+    if detail["type"] == "model_type":
+        message = f"should be a section with the fields {', '.join(_section(location).model_fields)}"
+    return f"{where}: {message}, got {_shown(detail['input'])}"
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits; sections thousands deep
+        return f"a {type(value).__name__} too large to show"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _section(path: tuple[str, ...]) -> type[BaseModel]:

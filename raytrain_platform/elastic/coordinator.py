@@ -188,6 +188,20 @@ class Coordinator:
         self._result = result
         self._feed(p.Finish(time.monotonic()))
 
+    async def stop(self) -> None:
+        """End the job for everybody."""
+        self._feed(p.Finish(time.monotonic()))
+
+    async def close(self) -> None:
+        """Answer whoever still waits, and stop to tick."""
+        for order in self._orders.values():
+            if not order.done():
+                order.set_result(Dismissal("the coordinator is closed"))
+        if self._ticking is not None:
+            self._ticking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticking
+
     async def retarget(self, target: int) -> None:
         """Ask for another number of replicas."""
         self._feed(p.Retarget(time.monotonic(), target))

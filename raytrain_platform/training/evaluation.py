@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,17 +81,12 @@ class Evaluator:
             yield self._task.collate(samples)
 
 
-class _evaluating(torch.no_grad):
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode, without gradients."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self._model = model
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._model.eval()
-
-    def __exit__(self, *error: Any) -> None:
-        self._model.train()
-        super().__exit__(*error)
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()

@@ -12,6 +12,7 @@ import ray
 
 from raytrain_platform.elastic.coordinator import Dismissal, Entry, Failure, Order, View
 from raytrain_platform.elastic.protocol import Generation, MemberId, Progress
+from raytrain_platform.errors import GroupBrokenError
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,15 @@ class Link:
     def should_stop(self) -> bool:
         """Whether the coordinator wants this generation to stop at a step boundary."""
         return self._view.should_stop
+
+    def check(self) -> None:
+        """Raise if the present generation is over: a worker that is alone in it waits for nobody who could tell.
+
+        Raises:
+            GroupBrokenError: It is over.
+        """
+        if self._view.is_over:
+            raise GroupBrokenError("the generation is over")
 
     def arrive(self, progress: Progress, broke: bool = False) -> Order | Dismissal:
         """Leave the present generation, if any, and wait for the next."""

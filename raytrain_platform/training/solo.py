@@ -56,8 +56,10 @@ class LocalCoordinator:
 
     def close(self) -> None:
         """Stop the loop."""
+        self._call(self._coordinator.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join()
+        self._loop.close()
 
     def _call(self, call: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()

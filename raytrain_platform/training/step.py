@@ -75,13 +75,13 @@ class Stepper:
         The state is as it was afterwards; the gradients are left on the parameters for the caller to use.
         """
         before = [buffer.clone() for buffer in self._buffers]
-        seen = [buffer._version for buffer in self._buffers]
         batch = self._task.collate([self._loader.dataset[int(i)] for i in self._sampler.indices(0, 0)[:2]])
         self._state.model.train()
         self.gradients.begin_step(_Alone(), (0,))
         self._backward(batch, shard=0)
         self.gradients.finish()
-        self._running = [b for b, version in zip(self._buffers, seen, strict=True) if b._version != version]
+        # By value: batch norm updates its statistics without counting up their version.
+        self._running = [b for b, value in zip(self._buffers, before, strict=True) if not torch.equal(b, value)]
         for buffer, value in zip(self._buffers, before, strict=True):
             buffer.copy_(value)
 

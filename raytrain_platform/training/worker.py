@@ -180,6 +180,7 @@ class Worker:
         should_stop = False
         while not should_stop and self.state.step < self._num_steps:
             self._evaluate_if_due(generation, share)
+            self._link.check()
             with self._around.turn:
                 self._stepper.compute(share)
             totals = self._stepper.reduce(self._link.should_stop)

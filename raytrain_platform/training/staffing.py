@@ -1,0 +1,55 @@
+"""How many replicas to start and which to let go: pure decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+MAX_FAILED_STARTS = 3
+"""Runs in a row that end before they are ready; then the job is given up."""
+
+
+class Phase(Enum):
+    """Where a replica stands."""
+
+    STARTING = "starting"
+    """Asked of Ray; waiting for capacity, or preparing."""
+
+    READY = "ready"
+    """Prepared, waiting to be admitted."""
+
+    WORKING = "working"
+    LOST = "lost"
+    """Given up by the coordinator; its run may still be about to end."""
+
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do about the replicas now."""
+
+    num_to_start: int = 0
+    to_release: tuple[str, ...] = ()
+
+
+def decide_replicas(*, phases: Mapping[str, Phase], target: int) -> Plan:
+    """Choose what to start and what to release so that ``target`` replicas live.
+
+    Args:
+        phases: Where each replica stands, the oldest first.
+        target: Replicas the job should have.
+    """
+    living = [name for name, phase in phases.items() if phase not in (Phase.LOST, Phase.ENDED)]
+    if len(living) <= target:
+        return Plan(num_to_start=target - len(living))
+    # The least is lost with those that have not begun, and among equals with the youngest.
+    order = (Phase.STARTING, Phase.READY, Phase.WORKING)
+    dearest_last = sorted(reversed(living), key=lambda name: order.index(phases[name]))
+    return Plan(to_release=tuple(dearest_last[: len(living) - target]))
+
+
+def should_give_up(failed_starts: int) -> bool:
+    """Whether so many runs in a row ended before they were ready that another will not help."""
+    return failed_starts >= MAX_FAILED_STARTS
