@@ -53,9 +53,8 @@ class LineMonitor:
     def on_recovery(self, record: RecoveryRecord) -> None:
         """See ``Observer``."""
         phases = ", ".join(f"{name.removesuffix('_s')} {seconds:.3f}" for name, seconds in record.phases.items())
-        self._console.print(
-            f"[{self._spec.name}] generation {record.generation} ({record.cause}) paused {record.pause_s:.3f} s: {phases}"
-        )
+        what = f"generation {record.generation} ({record.cause}) paused {record.pause_s:.3f} s"
+        self._console.print(f"[{self._spec.name}] {what}: {phases}")
 
     def on_event(self, text: str) -> None:
         """See ``Observer``."""

@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from raytrain_platform.checkpoint.store import CheckpointStore
+from raytrain_platform.cluster.capacity import check_cluster
 from raytrain_platform.cluster.connect import connect
 from raytrain_platform.errors import JobFailedError, SpecError
 from raytrain_platform.spec import JobSpec, parse_spec
@@ -95,7 +96,8 @@ def run_job(
     """
     begin = time.monotonic()
     task = build_task(task_type, spec.params)
-    with connect(spec) as _, _Tracking(spec) as tracking, make_monitor(spec, observers) as shown:
+    with connect(), make_monitor(spec, observers) as shown, _Tracking(spec) as tracking:
+        check_cluster(spec.replicas)
         _prepare_checkpoints(spec, resume, shown)
         job = Job(spec, task_type, [tracking, *shown])
         try:
@@ -133,6 +135,22 @@ def describe(spec: JobSpec) -> str:
         f"#   {worker} for each worker, in one placement group for each replica\n"
         f"#   one coordinator actor (no CPU) on the node of the driver\n"
         f"#   checkpoints under {checkpoints_of(spec)}\n"
+    )
+
+
+def summarize(result: Result) -> str:
+    """The result in a few lines, for a reader."""
+    metrics = "   ".join(
+        f"{name} {value:.4g}" for name, value in result.metrics.items() if name.startswith(("train/loss", "val/"))
+    )
+    changes = [record for record in result.recoveries if record.num_replicas_before]
+    longest_s = max((record.pause_s for record in changes), default=0.0)
+    return (
+        f"job {result.name!r} is done: {result.step} steps in {result.seconds:.1f} s\n"
+        f"  {metrics}\n"
+        f"  {len(changes)} change(s) of membership, longest pause {longest_s:.2f} s\n"
+        f"  weights sha256 {result.weights_sha256}\n"
+        f"  MLflow run {result.run_id} (see it with `raytrain ui`)"
     )
 
 
