@@ -194,6 +194,11 @@ class JobSpec(_Frozen):
             return f"{self.storage.rstrip('/')}/{self.name}"
         return str(Path(self.storage).expanduser().resolve() / self.name)
 
+    @property
+    def num_threads(self) -> int:
+        """Threads of each worker: part of what decides the bits, so it follows from the spec, not from the machine."""
+        return max(1, int(self.replicas.resources_per_worker.get("CPU", 1)))
+
     def num_steps(self, num_samples: int) -> int:
         """Steps the job trains for.
 

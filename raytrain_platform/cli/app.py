@@ -47,7 +47,19 @@ def train(
     if dry_run:
         sys.stdout.write(describe(spec))
         return
-    Console(highlight=False).print(summarize(run_job(spec, task_type, resume=resume)))
+    Console(highlight=False, markup=False).print(summarize(run_job(spec, task_type, resume=resume)))
+
+
+@app.command()
+def demo(
+    spec_file: Annotated[
+        Path, typer.Argument(metavar="SPEC", help="The job to train; it must give its length in steps.")
+    ] = Path("jobs/char_lm.yaml"),
+) -> None:
+    """Train while a node is killed and another added, and compare the weights with an undisturbed run."""
+    from raytrain_platform.cli.demo import run_demo
+
+    raise typer.Exit(run_demo(spec_file))
 
 
 @app.command()

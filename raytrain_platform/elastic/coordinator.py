@@ -101,6 +101,9 @@ class Report:
     entries: tuple[Entry, ...]
     """Log lines received since the last report."""
 
+    places: tuple[tuple[p.MemberId, p.Place], ...]
+    """Workers that introduced themselves since the last report."""
+
     result: dict[str, Any] | None
     failure: Failure | None
     """What stopped the job."""
@@ -125,12 +128,17 @@ class Coordinator:
         self._news = asyncio.Event()
         self._entries: list[Entry] = []
         self._received: dict[str, int] = {}
+        self._places: dict[p.MemberId, p.Place] = {}
         self._lost: list[p.Lost] = []
         self._failures: list[Failure] = []
         self._failure: Failure | None = None
         self._result: dict[str, Any] | None = None
         self._agreeing_since: float | None = None
         self._ticking: asyncio.Task[None] | None = None
+
+    async def introduce(self, member: p.MemberId, place: p.Place) -> None:
+        """Tell where a worker runs."""
+        self._places[member] = place
 
     async def arrive(self, member: p.MemberId, progress: p.Progress, generation: int, broke: bool) -> Order | Dismissal:
         """Ask to take part; the answer comes when the next generation is agreed.
@@ -223,11 +231,12 @@ class Coordinator:
             waiting=tuple(sorted(waiting)),
             lost=tuple(self._lost),
             entries=tuple(self._entries),
+            places=tuple(self._places.items()),
             result=self._result,
             failure=self._failure,
         )
-        self._lost.clear()
-        self._entries.clear()
+        for reported in (self._lost, self._entries, self._places):
+            reported.clear()
         return report
 
     def _ensure_ticking(self) -> None:

@@ -18,6 +18,15 @@ class MemberId:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a worker runs."""
+
+    node_id: str
+    address: str
+    pid: int
+
+
+@dataclass(frozen=True)
 class Progress:
     """How far a worker's state is. A larger one holds everything that a smaller one does."""
 

@@ -16,7 +16,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_platform.elastic.coordinator import Coordinator, Report
-from raytrain_platform.elastic.protocol import Generation, Policy
+from raytrain_platform.elastic.protocol import Generation, MemberId, Place, Policy
 from raytrain_platform.errors import JobAlreadyRunningError, JobFailedError
 from raytrain_platform.spec import JobSpec
 from raytrain_platform.task import Task
@@ -104,6 +104,9 @@ class Job:
         self._num_started = 0
         self._failed_starts = 0
         self._generation: Generation | None = None
+        self.places: dict[MemberId, Place] = {}
+        """Where each worker runs, of all that ever were."""
+
         self._was_waiting = False
         self._stopping: str | None = None
         self._coordinator = _start_coordinator(spec)
@@ -125,6 +128,7 @@ class Job:
         with self._closing():
             while True:
                 report: Report = ray.get(self._coordinator.report.remote())
+                self._update_phases(report)
                 self._pass_on(report)
                 if report.failure is not None:
                     failure = report.failure
@@ -132,9 +136,14 @@ class Job:
                     raise JobFailedError(f"{what}\n\n{failure.traceback}")
                 if report.result is not None or self._stopping is not None:
                     return report.result
-                self._update_phases(report)
+                self._release_ended()
                 self._staff()
                 time.sleep(_POLL_S)
+
+    @property
+    def generation(self) -> Generation | None:
+        """The newest generation agreed."""
+        return self._generation
 
     def stop(self, reason: str = "asked to stop") -> None:
         """End the job at once; ``run`` returns None."""
@@ -187,6 +196,7 @@ class Job:
             observer.on_event(text)
 
     def _update_phases(self, report: Report) -> None:
+        self.places |= dict(report.places)
         working = set(report.generation.replicas) if report.generation is not None else set()
         lost = {entry.replica for entry in report.lost}
         for name, run in self._runs.items():
@@ -197,6 +207,9 @@ class Job:
             elif name in working and run.phase is not Phase.LOST:
                 run.phase = Phase.WORKING
             run.has_been_ready |= run.phase in (Phase.READY, Phase.WORKING)
+
+    def _release_ended(self) -> None:
+        for name, run in self._runs.items():
             if run.has_ended and run.phase is not Phase.ENDED:
                 run.phase = Phase.ENDED
                 self._on_end(name, run)
@@ -265,6 +278,6 @@ class _CoordinatorActor(Coordinator):
     """The coordinator as a Ray actor."""
 
     def __init__(self, policy: Policy, target: int) -> None:
-        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        host: str = ray.util.get_node_ip_address()
         is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
         super().__init__(policy, target, host, is_restarted=is_restarted)

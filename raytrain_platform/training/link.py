@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import ray
 
 from raytrain_platform.elastic.coordinator import Dismissal, Entry, Failure, Order, View
-from raytrain_platform.elastic.protocol import Generation, MemberId, Progress
+from raytrain_platform.elastic.protocol import Generation, MemberId, Place, Progress
 from raytrain_platform.errors import GroupBrokenError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,10 @@ class RayCoordinatorClient:
     def fail(self, failure: Failure) -> None:
         """See ``Coordinator``."""
         self._call(self._actor.fail, failure)
+
+    def introduce(self, member: MemberId, place: Place) -> None:
+        """See ``Coordinator``."""
+        self._call(self._actor.introduce, member, place)
 
     def finish(self, result: dict[str, Any], new: Sequence[Entry]) -> None:
         """See ``Coordinator``."""

@@ -27,7 +27,7 @@ def make_monitor(spec: JobSpec, observers: Sequence[Observer] | None) -> Iterato
     if observers is not None:
         yield observers
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         yield [LineMonitor(spec, console)]
         return
@@ -77,7 +77,7 @@ class LiveMonitor:
         self._newest: StepRecord | None = None
         self._evaluated: dict[str, float] = {}
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", style="bold"),
             BarColumn(None),
             MofNCompleteColumn(),
             TimeRemainingColumn(),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 import ray.train
 import torch
 
 from raytrain_platform.checkpoint.store import CheckpointStore
 from raytrain_platform.comm.group import GlooGroup, Group
 from raytrain_platform.elastic.coordinator import Failure, Order
-from raytrain_platform.elastic.protocol import MemberId
+from raytrain_platform.elastic.protocol import MemberId, Place
 from raytrain_platform.errors import CheckpointError, SpecError, TaskError
 from raytrain_platform.spec import JobSpec
 from raytrain_platform.task import Task, build_task
@@ -39,9 +41,11 @@ def run_worker(config: dict[str, Assignment]) -> None:
     """Take part in a job as one worker of a replica. Errors of user code go to the coordinator, which decides."""
     assignment = config["assignment"]
     spec = assignment.spec
-    torch.set_num_threads(num_threads(spec))
+    torch.set_num_threads(spec.num_threads)
     member = MemberId(assignment.replica, ray.train.get_context().get_world_rank())
     client = RayCoordinatorClient(assignment.coordinator)
+    here = ray.get_runtime_context()
+    client.introduce(member, Place(here.get_node_id(), str(ray.util.get_node_ip_address()), os.getpid()))
     with contextlib.ExitStack() as cleanup:
         worker: Worker | None = None
         try:
@@ -71,11 +75,6 @@ def run_worker(config: dict[str, Assignment]) -> None:
 def checkpoints_of(spec: JobSpec) -> str:
     """Where the checkpoints of a job lie."""
     return f"{spec.job_storage}/checkpoints"
-
-
-def num_threads(spec: JobSpec) -> int:
-    """Threads of each worker: part of what decides the bits, so it follows from the spec and not from the machine."""
-    return max(1, int(spec.replicas.resources_per_worker.get("CPU", 1)))
 
 
 def _make_group(timeout_s: float) -> Any:

@@ -81,7 +81,12 @@ def train(task: type[Task] | JobSpec, *, resume: bool = True, **fields: Any) -> 
 
 
 def run_job(
-    spec: JobSpec, task_type: type[Task], *, resume: bool = True, observers: Sequence[Observer] | None = None
+    spec: JobSpec,
+    task_type: type[Task],
+    *,
+    resume: bool = True,
+    observers: Sequence[Observer] | None = None,
+    on_start: Callable[[Job], None] = lambda _: None,
 ) -> Result:
     """Run a job to its end.
 
@@ -90,6 +95,7 @@ def run_job(
         task_type: The task it trains.
         resume: See ``train``.
         observers: Are told what happens; by default a live view of the terminal.
+        on_start: Is given the job before it begins.
 
     Raises:
         JobError: The job cannot run here, or stopped.
@@ -100,6 +106,7 @@ def run_job(
         check_cluster(spec.replicas)
         _prepare_checkpoints(spec, resume, shown)
         job = Job(spec, task_type, [tracking, *shown])
+        on_start(job)
         try:
             outcome = job.run()
         except KeyboardInterrupt:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
+
+import torch
 
 from raytrain_platform.checkpoint.store import CheckpointStore
 from raytrain_platform.comm.local import LocalGroup, LocalHub
@@ -14,6 +16,8 @@ from raytrain_platform.elastic.coordinator import Coordinator, Dismissal, Entry,
 from raytrain_platform.elastic.protocol import Generation, MemberId, Policy, Progress
 from raytrain_platform.spec import JobSpec
 from raytrain_platform.task import Task, build_task
+from raytrain_platform.tracking.records import StepRecord
+from raytrain_platform.training.journal import STEPS
 from raytrain_platform.training.link import Link
 from raytrain_platform.training.worker import Surroundings, Worker
 
@@ -65,33 +69,54 @@ class LocalCoordinator:
         return asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
 
-def train_alone(task_type: type[Task], spec: JobSpec, storage: str) -> dict[str, Any]:
+def train_alone(
+    task_type: type[Task], spec: JobSpec, on_steps: Callable[[list[StepRecord]], None] | None = None
+) -> dict[str, Any]:
     """Train in this process, without Ray: what an undisturbed run of the job ends in.
 
     With ``reduction="exact"`` the weights are those of the same job at any number of replicas.
 
     Args:
         task_type: The task.
-        spec: The job; its replicas are not looked at.
-        storage: Where checkpoints go.
+        spec: The job; of its replicas, only the CPUs of a worker are looked at.
+        on_steps: Is told of the steps, in a thread of its own.
 
     Returns:
         The result, as a job has it: ``step``, ``weights_sha256``, ``metrics``, ...
     """
     coordinator = LocalCoordinator(Policy(min_replicas=1, num_workers=1), target=1)
-    link = Link(coordinator, MemberId("alone", 0))
     around = Surroundings(
-        link=link,
+        link=Link(coordinator, MemberId("alone", 0)),
         make_group=lambda order, rank: LocalGroup(LocalHub(len(order.generation.members)), rank),
-        store=CheckpointStore(storage),
+        store=CheckpointStore(f"{spec.job_storage}/checkpoints"),
         turn=contextlib.nullcontext(),
     )
-    worker = Worker(build_task(task_type, spec.params), spec, around)
+    num_threads_before = torch.get_num_threads()
+    torch.set_num_threads(spec.num_threads)
+    done = threading.Event()
+    watching = threading.Thread(target=_pass_on, args=(coordinator, on_steps or (lambda _: None), done), daemon=True)
+    watching.start()
     try:
-        worker.run()
-    finally:
-        worker.close()
+        worker = Worker(build_task(task_type, spec.params), spec, around)
+        try:
+            worker.run()
+        finally:
+            worker.close()
         result = coordinator.report().result
+    finally:
+        done.set()
+        watching.join()
+        around.link.close()
         coordinator.close()
+        torch.set_num_threads(num_threads_before)
     assert result is not None
     return result
+
+
+def _pass_on(
+    coordinator: LocalCoordinator, on_steps: Callable[[list[StepRecord]], None], done: threading.Event
+) -> None:
+    while not done.wait(0.1):
+        records = [entry.content for entry in coordinator.report().entries if entry.log == STEPS]
+        if records:
+            on_steps(records)

@@ -20,7 +20,7 @@ from raytrain_platform.data.sampler import Sampler
 from raytrain_platform.data.seeding import Purpose, seed_everything
 from raytrain_platform.errors import NonFiniteLossError, TaskError
 from raytrain_platform.spec import JobSpec
-from raytrain_platform.task import Loss, Task
+from raytrain_platform.task import Loss, SizedDataset, Task
 from raytrain_platform.training.gradients import Gradients, Reducer
 from raytrain_platform.training.state import TrainState
 
@@ -69,13 +69,13 @@ class Stepper:
         self._buffers = list(state.model.buffers())
         self._running: list[torch.Tensor] = []
 
-    def warm_up(self) -> None:
+    def warm_up(self, data: SizedDataset) -> None:
         """Run one batch through the model and back: allocate, compile, and see which buffers the model updates.
 
         The state is as it was afterwards; the gradients are left on the parameters for the caller to use.
         """
         before = [buffer.clone() for buffer in self._buffers]
-        batch = self._task.collate([self._loader.dataset[int(i)] for i in self._sampler.indices(0, 0)[:2]])
+        batch = self._task.collate([data[0], data[len(data) - 1]])
         self._state.model.train()
         self.gradients.begin_step(_Alone(), (0,))
         self._backward(batch, shard=0)

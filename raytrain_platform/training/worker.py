@@ -24,7 +24,7 @@ from raytrain_platform.elastic.protocol import Generation, Progress
 from raytrain_platform.elastic.shards import block_of
 from raytrain_platform.errors import CheckpointError, GroupBrokenError
 from raytrain_platform.spec import JobSpec
-from raytrain_platform.task import Task
+from raytrain_platform.task import SizedDataset, Task
 from raytrain_platform.training.evaluation import Evaluator
 from raytrain_platform.training.journal import Journal
 from raytrain_platform.training.link import Link
@@ -68,7 +68,7 @@ class Worker:
             self._stepper = Stepper(task, self.state, spec, sampler, self._loader)
             eval_data = task.eval_data()
             self._evaluator = Evaluator(task, eval_data, spec) if eval_data is not None else None
-            self._staging: torch.Tensor | None = self._warm_up()
+            self._staging: torch.Tensor | None = self._warm_up(data)
         self._progress = Progress(-1)
         self._journal = Journal(surroundings.link)
         self._saver: BackgroundSaver | None = None
@@ -102,7 +102,7 @@ class Worker:
         self._loader.close()
         self._stepper.gradients.close()
 
-    def _warm_up(self) -> torch.Tensor:
+    def _warm_up(self, data: SizedDataset) -> torch.Tensor:
         """Run a batch and an update on values that are put back afterwards.
 
         Returns:
@@ -111,7 +111,7 @@ class Worker:
         state = self.state
         initial = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
         fresh_optimizer = state.optimizer.state_dict()
-        self._stepper.warm_up()
+        self._stepper.warm_up(data)
         self._stepper.gradients.assign([True] * len(self._stepper.gradients.parameters))
         state.optimizer.step()
         self._stepper.gradients.end_step()
