@@ -108,20 +108,30 @@ def load_task(path: str) -> type[Task]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
-            raise TaskError(f"task {path!r}: its module needs {error.name!r}, which is not installed") from error
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise TaskError(
+                f"task {path!r}: its module needs {error.name!r}, which is not installed; "
+                f"install it on every node, or name it in the job's runtime environment"
+            ) from error
         raise TaskError(
             f"task {path!r}: no module {module_name!r} from {Path.cwd()}; run from the folder that holds it, "
             f"or submit it with `ray job submit --working-dir`"
+        ) from error
+    except Exception as error:
+        raise TaskError(
+            f"task {path!r}: importing {module_name!r} raised {type(error).__name__}: {error}; correct it there"
         ) from error
     found = getattr(module, class_name, None)
     if found is None:
         tasks = [n for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
         raise TaskError(
-            f"task {path!r}: {module_name!r} has no {class_name!r}; its tasks: {', '.join(tasks) or 'none'}"
+            f"task {path!r}: {module_name!r} has no {class_name!r}; name one of its tasks: {', '.join(tasks) or 'none'}"
         )
     if not (isinstance(found, type) and issubclass(found, Task)):
-        raise TaskError(f"task {path!r}: {class_name!r} is not a subclass of raytrain_platform.Task")
+        raise TaskError(f"task {path!r}: {class_name!r} is not a Task; derive it from raytrain_platform.Task")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise TaskError(f"task {path!r}: {class_name!r} does not define {missing}; add what is missing")
     return found
 
 
@@ -129,13 +139,24 @@ def build_task(task_type: type[Task], params: Mapping[str, Any]) -> Task:
     """Build a task with the parameters of a spec.
 
     Raises:
-        TaskError: The class does not take these parameters; the message says which it takes.
+        TaskError: The class does not take these parameters, and the message says which it takes; or it refused
+            their values.
     """
     signature = inspect.signature(task_type)
     try:
         signature.bind(**params)
     except TypeError as error:
+        accepted = ", ".join(_parameter(p) for p in signature.parameters.values()) or "none"
         raise TaskError(
-            f"{task_type.__name__} cannot take params {dict(params)!r}: {error}; it takes {signature}"
+            f"{task_type.__name__} cannot take params {dict(params)!r}: {error}; the params it takes: {accepted}"
         ) from None
-    return task_type(**params)
+    try:
+        return task_type(**params)
+    except Exception as error:
+        raise TaskError(
+            f"{task_type.__name__} refused params {dict(params)!r}: {type(error).__name__}: {error}; correct the params"
+        ) from error
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    return parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
