@@ -1,0 +1,1 @@
+"""What the platform is measured against, each as its own documentation recommends running it."""
