@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -14,48 +12,13 @@ from rich.live import Live
 from raytrain_platform.cluster.local import LocalCluster
 from raytrain_platform.spec import JobSpec, load_spec
 from raytrain_platform.task import load_task
-from raytrain_platform.tracking.records import RecoveryRecord, StepRecord
-from raytrain_platform.training.job import Job
 from raytrain_platform.training.monitor import LineMonitor, LiveMonitor, recovery_table
-from raytrain_platform.training.run import Result, run_job
+from raytrain_platform.training.rehearsal import Rehearsal
+from raytrain_platform.training.run import Result
 from raytrain_platform.training.solo import train_alone
 
 _KILL_AT, _ADD_AT = 0.15, 0.2
 """When the node is killed and the other one added, as shares of all steps."""
-
-
-class _Trouble:
-    """Kills the leader's node at one step, and adds a node at a later one."""
-
-    def __init__(self, cluster: LocalCluster, num_steps: int, tell: Callable[[str], None]) -> None:
-        self._cluster, self._tell = cluster, tell
-        self._due = [(round(_KILL_AT * num_steps), self._kill), (round(_ADD_AT * num_steps), self._add)]
-        self._job: Job | None = None
-
-    def follow(self, job: Job) -> None:
-        """Learn which job to trouble."""
-        self._job = job
-
-    def on_steps(self, records: list[StepRecord]) -> None:
-        """See ``Observer``."""
-        while self._due and records[-1].step >= self._due[0][0]:
-            threading.Thread(target=self._due.pop(0)[1], daemon=True).start()
-
-    def on_recovery(self, record: RecoveryRecord) -> None:
-        """See ``Observer``."""
-
-    def on_event(self, text: str) -> None:
-        """See ``Observer``."""
-
-    def _kill(self) -> None:
-        assert self._job is not None and self._job.generation is not None
-        leader = self._job.generation.members[0]
-        self._tell(f"KILLING the node of replica {leader.replica}, the leader: SIGKILL to all its processes")
-        self._cluster.kill_node(self._job.places[leader].node_id)
-
-    def _add(self) -> None:
-        self._tell("ADDING a node")
-        self._cluster.add_node()
 
 
 def run_demo(spec_file: Path, num_nodes: int = 3) -> int:
@@ -86,12 +49,17 @@ def run_demo(spec_file: Path, num_nodes: int = 3) -> int:
 
 
 def _train_in_trouble(spec: JobSpec, num_nodes: int, console: Console) -> Result:
+    assert spec.steps is not None
     with LocalCluster(num_nodes=num_nodes) as cluster, cluster.connect():
         view = _view(spec, console)
-        assert spec.steps is not None
-        trouble = _Trouble(cluster, spec.steps, view.on_event)
         with _shown(view, console):
-            return run_job(spec, load_task(spec.task), observers=[view, trouble], on_start=trouble.follow)
+            rehearsal = Rehearsal(cluster, spec, load_task(spec.task), [view])
+            rehearsal.until_replicas(num_nodes).until_step(round(_KILL_AT * spec.steps))
+            view.on_event("KILLING the node of the leader: SIGKILL to all its processes")
+            rehearsal.kill_node_of(rank=0)
+            rehearsal.until_step(round(_ADD_AT * spec.steps))
+            view.on_event("ADDING a node")
+            return rehearsal.add_node().until_done()
 
 
 def _view(spec: JobSpec, console: Console) -> LiveMonitor | LineMonitor:

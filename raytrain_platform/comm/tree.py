@@ -67,7 +67,7 @@ class Tree:
                 order.append((into, position))
                 node, position = self._promoted(left.parent), into
             pending.append((node, position))
-        if len(pending) != 1:
+        if [node for node, _ in pending] != [self._root]:
             raise ValueError(f"the nodes {list(nodes)} do not cover {self.num_leaves} leaves")
         return tuple(order)
 

@@ -57,6 +57,7 @@ class Entry:
     """Grows within a log; what has been received is not received again."""
 
     content: Any
+    """Plain data: it may travel beside the state, and in a checkpoint."""
 
 
 @dataclass(frozen=True)

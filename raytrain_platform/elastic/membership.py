@@ -8,8 +8,9 @@ lost:
 
 * silence for ``lost_after_s`` loses a member; once any member saw the group break, ``suspect_after_s`` is enough;
 * a member that beats but keeps the others waiting for ``hang_after_s`` is lost too;
-* a replica is taken as a whole: when one of its workers is lost, so is the replica;
+* a replica is taken as a whole: when one of its workers is lost, so is the replica; heard again, it is a newcomer;
 * survivors keep their order, newcomers follow in order of arrival; the source of state is the furthest member;
+* state counts only if it comes from the newest generation that left any: others may have gone another way since;
 * a replica asked to leave goes at a step boundary, unless nobody else holds the state: then it first hands it on;
 * the first generation, or one after a total loss, forms when the minimum has arrived and either all asked for are
   there or the patience has run out; below the minimum the job waits.
@@ -17,7 +18,7 @@ lost:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from raytrain_platform.elastic.protocol import (
@@ -34,6 +35,7 @@ from raytrain_platform.elastic.protocol import (
     Leave,
     Lost,
     MemberId,
+    Progress,
     Retarget,
     State,
     Tick,
@@ -48,81 +50,121 @@ def advance(state: State, event: Event) -> tuple[State, tuple[Action, ...]]:
         case Arrived():
             state, actions = _on_arrival(state, event)
         case Beat():
-            state = _on_beat(state, event)
+            state, actions = _on_beat(state, event)
         case Leave(replica=replica):
             state, actions = _on_leave(state, replica)
         case Ended(replica=replica):
+            # Workers of it that live on are dismissed when they are next heard of.
+            state = replace(state, leaving=state.leaving | {replica})
             state, actions = _drop(state, {replica: "its run ended"})
         case Retarget(target=target):
             state = replace(state, target=target)
         case Finish():
-            waiting = [member for member, worker in state.workers.items() if worker.arrived_s is not None]
             state = replace(state, is_finished=True)
-            actions = [Dismiss(member, "the job is finished") for member in waiting]
+            actions = [Dismiss(member, "the job is finished") for member in state.waiting]
         case Tick():
             pass
+    if state.is_finished:
+        return state, tuple(actions)
+    state, broken = _notice_break(state, event.now)
     state, given_up = _drop(state, _silent(state, event.now))
     state, formed = _form(state, event.now)
-    return state, (*actions, *given_up, *formed)
+    return state, (*actions, *broken, *given_up, *formed)
 
 
 def should_stop(state: State) -> bool:
     """Whether the members should stop at the next step boundary: somebody can join, or is to leave."""
     if state.generation is None or state.is_finished:
         return False
-    current = set(state.generation.replicas)
-    can_leave = bool(current & state.leaving) and not current <= state.leaving
-    can_join = len(current) < state.target and bool(_newcomers(state))
+    current = set(state.current)
+    staying = current - state.leaving
+    can_leave = bool(staying) and staying != current
+    can_join = len(staying) < state.target and bool(_newcomers(state))
     return can_leave or can_join
 
 
 def _on_arrival(state: State, event: Arrived) -> tuple[State, list[Action]]:
     member, now = event.member, event.now
+    state = replace(state, unheard={m: worker for m, worker in state.unheard.items() if m != member})
     if state.is_finished:
         return state, [Dismiss(member, "the job is finished")]
-    if member.replica in state.leaving and not _is_current(state, member):
+    if member.replica in state.leaving and member.replica not in state.current:
         return state, [Dismiss(member, "asked to leave")]
-    known = state.workers.get(member)
-    order = known.order if known and _is_current(state, member) else state.num_arrivals
-    worker = Worker(seen_s=now, arrived_s=now, order=order, progress=event.progress)
+    # A call that is made again, because its answer was cut off, keeps its place.
+    known = state.workers.get(member, Worker(seen_s=now, order=state.num_arrivals))
+    worker = replace(
+        known,
+        seen_s=now,
+        arrived_s=now if known.arrived_s is None else known.arrived_s,
+        progress=event.progress,
+        generation=event.generation,
+        broke=event.broke,
+    )
     state = replace(
         state,
         workers={**state.workers, member: worker},
         num_arrivals=state.num_arrivals + 1,
         next_number=max(state.next_number, event.generation + 1),
     )
-    if event.broke and state.broken_s is None and state.generation and event.generation == state.generation.number:
-        return replace(state, broken_s=now), [Break(state.generation.number)]
     return state, []
 
 
 def _on_leave(state: State, replica: str) -> tuple[State, list[Action]]:
     state = replace(state, leaving=state.leaving | {replica})
-    if state.generation is not None and replica in state.generation.replicas:
+    if replica in state.current:
         return state, []
-    waiting = [member for member in state.workers if member.replica == replica]
-    workers = {member: worker for member, worker in state.workers.items() if member not in waiting}
-    return replace(state, workers=workers), [Dismiss(member, "asked to leave") for member in waiting]
+    dismissed = [member for member in state.waiting if member.replica == replica]
+    return _without(state, {replica}), [Dismiss(member, "asked to leave") for member in dismissed]
 
 
-def _on_beat(state: State, event: Beat) -> State:
+def _on_beat(state: State, event: Beat) -> tuple[State, list[Action]]:
+    generation, newest = event.generation, state.next_number - 1
+    current = state.generation.number if state.generation is not None else 0
+    if generation is not None and event.member in generation.members and newest <= generation.number > current:
+        state = _adopt(state, generation, event.now)
+    waiting = state.unheard.get(event.member)
+    if waiting is not None:
+        arrival = Arrived(event.now, event.member, waiting.progress, waiting.generation, waiting.broke)
+        return _on_arrival(state, arrival)
     known = state.workers.get(event.member)
-    if known is not None:
-        return replace(state, workers={**state.workers, event.member: replace(known, seen_s=event.now)})
-    generation = event.generation
-    if generation is None or event.member not in generation.members or generation.number < state.next_number:
-        return state
-    # A coordinator that was restarted knows nothing: the members' own generation is the truth.
+    if known is None:
+        return state, []
+    return replace(state, workers={**state.workers, event.member: replace(known, seen_s=event.now)}), []
+
+
+def _adopt(state: State, generation: Generation, now: float) -> State:
+    """Take a generation over that is at work: to a coordinator that was restarted its members are the truth."""
     workers = {member: worker for member, worker in state.workers.items() if worker.arrived_s is not None}
     for rank, member in enumerate(generation.members):
-        workers.setdefault(member, Worker(seen_s=event.now, order=rank))
-    return replace(state, generation=generation, next_number=generation.number + 1, workers=workers)
+        workers.setdefault(member, Worker(seen_s=now, order=rank))
+    return replace(
+        state,
+        generation=generation,
+        next_number=generation.number + 1,
+        workers=workers,
+        broken_s=None,
+        enough_since_s=None,
+        lost=(),
+        left=(),
+    )
+
+
+def _notice_break(state: State, now: float) -> tuple[State, list[Action]]:
+    """A member back from a broken group ends the generation for all, and so does one that never heard of it."""
+    generation = state.generation
+    if generation is None or state.broken_s is not None:
+        return state, []
+    back = [worker for member, worker in state.waiting.items() if member in generation.members]
+    if not any(worker.broke or worker.generation != generation.number for worker in back):
+        return state, []
+    return replace(state, broken_s=now), [Break(generation.number)]
 
 
 def _silent(state: State, now: float) -> dict[str, str]:
     """Replicas to give up, and why."""
     policy = state.policy
-    arrivals = [w.arrived_s for m, w in state.workers.items() if w.arrived_s is not None and _is_current(state, m)]
+    current = state.current
+    arrivals = [w.arrived_s for m, w in state.workers.items() if w.arrived_s is not None and m.replica in current]
     waiting_s = now - min(arrivals) if arrivals else 0.0
     since_break_s = now - state.broken_s if state.broken_s is not None else 0.0
     given_up: dict[str, str] = {}
@@ -146,76 +188,96 @@ def _drop(state: State, given_up: Mapping[str, str]) -> tuple[State, list[Action
     given_up = {name: why for name, why in given_up.items() if name in known}
     if not given_up:
         return state, []
-    workers = {member: worker for member, worker in state.workers.items() if member.replica not in given_up}
     actions: list[Action] = [Lost(name, why) for name, why in given_up.items()]
-    current = state.generation.replicas if state.generation else ()
-    lost = tuple(name for name in current if name in given_up)
-    state = replace(state, workers=workers, lost=state.lost + lost, leaving=state.leaving - set(given_up))
-    if lost and not state.is_finished and state.generation is not None:
+    lost = tuple(name for name in state.current if name in given_up)
+    unheard = {member: worker for member, worker in state.waiting.items() if member.replica in given_up}
+    state = replace(_without(state, given_up), lost=state.lost + lost, unheard={**state.unheard, **unheard})
+    if lost and state.generation is not None:
         actions.append(Break(state.generation.number))
     return state, actions
 
 
 def _form(state: State, now: float) -> tuple[State, list[Action]]:
     """Form the next generation if everyone it has to wait for is accounted for."""
-    if state.is_finished:
+    survivors = state.current
+    if any(worker.arrived_s is None for worker in state.workers.values()):
         return state, []
-    remaining = [m for m in (state.generation.members if state.generation else ()) if m in state.workers]
-    if any(state.workers[member].arrived_s is None for member in remaining):
-        return state, []
-    survivors = list(dict.fromkeys(member.replica for member in remaining))
-    staying = [name for name in survivors if name not in state.leaving] or survivors
-    leavers = [name for name in survivors if name not in staying]
-    newcomers = _newcomers(state)[: max(0, state.target - len(staying))]
-    chosen = [*staying, *newcomers]
+    state, dismissals = _let_go(state)
+    num_staying = len(set(state.current) - state.leaving)
+    chosen = [*state.current, *_newcomers(state)[: max(0, state.target - num_staying)]]
     if len(chosen) < state.policy.min_replicas:
-        return replace(state, enough_since_s=None), []
+        return replace(state, enough_since_s=None), dismissals
     if not survivors and now < state.hold_until_s:
         return state, []
     if not survivors and len(chosen) < state.target:
         since = now if state.enough_since_s is None else state.enough_since_s
         if now - since < state.policy.patience_s:
             return replace(state, enough_since_s=since), []
-    return _begin(state, now, chosen, leavers)
+    state, form = _begin(state, now, chosen)
+    return state, [*dismissals, form]
 
 
-def _begin(state: State, now: float, chosen: list[str], leavers: list[str]) -> tuple[State, list[Action]]:
-    members = tuple(MemberId(name, worker) for name in chosen for worker in range(state.policy.num_workers))
-    joined = [name for name in chosen if state.generation is None or name not in state.generation.replicas]
+def _let_go(state: State) -> tuple[State, list[Action]]:
+    """Dismiss the replicas that are to leave, once others hold what they hold."""
+    leavers = [name for name in state.current if name in state.leaving]
+    staying = [name for name in state.current if name not in state.leaving]
+    furthest = max((p.step for p in _counted_progress(state, _members(state, state.current))), default=-1)
+    if not any(p.step == furthest for p in _counted_progress(state, _members(state, staying))):
+        return state, []
+    dismissals: list[Action] = [Dismiss(member, "asked to leave") for member in _members(state, leavers)]
+    return replace(_without(state, leavers), left=state.left + tuple(leavers)), dismissals
+
+
+def _counted_progress(state: State, members: Iterable[MemberId]) -> tuple[Progress, ...]:
+    """How far members are; -1 for those whose state is not of the newest generation that left any.
+
+    Steps that the others took again without a member need not have given the same bits (``fast`` reduction).
+    """
+    current = state.generation
+    given = dict(zip(current.members, current.progress, strict=True)) if current is not None else {}
+    origins: list[tuple[int, Progress]] = []
+    for member in members:
+        worker = state.workers[member]
+        # One that never heard of the current generation is as it was when that was formed.
+        is_untouched = current is not None and given.get(member) == worker.progress
+        origins.append((current.number if current and is_untouched else worker.generation, worker.progress))
+    newest = max((number for number, progress in origins if progress.step >= 0), default=0)
+    return tuple(progress if number == newest else Progress(-1) for number, progress in origins)
+
+
+def _begin(state: State, now: float, chosen: Sequence[str]) -> tuple[State, Form]:
+    members = _members(state, chosen)
     generation = Generation(
         number=state.next_number,
         members=members,
-        progress=tuple(state.workers[member].progress for member in members),
-        cause=_cause(state, chosen, leavers),
-        detail=_detail(state.lost, leavers, joined),
+        progress=_counted_progress(state, members),
+        cause=_cause(state, chosen),
+        detail=_detail(state.lost, state.left, [name for name in chosen if name not in state.current]),
     )
-    dismissed = [member for member in state.workers if member.replica in leavers]
-    workers = {member: worker for member, worker in state.workers.items() if member not in dismissed}
-    for member in members:
-        workers[member] = replace(workers[member], seen_s=now, arrived_s=None)
+    working = {member: replace(state.workers[member], seen_s=now, arrived_s=None) for member in members}
     state = replace(
         state,
         generation=generation,
         next_number=state.next_number + 1,
-        workers=workers,
+        workers={**state.workers, **working},
         broken_s=None,
-        leaving=state.leaving - set(leavers),
         enough_since_s=None,
         lost=(),
+        left=(),
     )
-    return state, [Form(generation), *(Dismiss(member, "asked to leave") for member in dismissed)]
+    return state, Form(generation)
 
 
-def _cause(state: State, chosen: Iterable[str], leavers: Iterable[str]) -> str:
+def _cause(state: State, chosen: Iterable[str]) -> str:
     if state.generation is None:
         return "start"
-    if not set(chosen) & set(state.generation.replicas):
+    if not set(chosen) & set(state.current):
         return "restore"
     if state.lost:
         return "lost"
     if state.broken_s is not None:
         return "broken"
-    return "leave" if leavers else "join"
+    return "leave" if state.left else "join"
 
 
 def _detail(lost: Iterable[str], left: Iterable[str], joined: Iterable[str]) -> str:
@@ -225,17 +287,21 @@ def _detail(lost: Iterable[str], left: Iterable[str], joined: Iterable[str]) -> 
 
 def _newcomers(state: State) -> list[str]:
     """Replicas outside the current generation all of whose workers have arrived, in order of arrival."""
-    current = set(state.generation.replicas) if state.generation else set()
+    others = state.leaving.union(state.current)
     arrived: dict[str, list[int]] = {}
-    for member, worker in state.workers.items():
-        if member.replica not in current | state.leaving and worker.arrived_s is not None:
+    for member, worker in state.waiting.items():
+        if member.replica not in others:
             arrived.setdefault(member.replica, []).append(worker.order)
     complete = [name for name, orders in arrived.items() if len(orders) == state.policy.num_workers]
     return sorted(complete, key=lambda name: max(arrived[name]))
 
 
-def _is_current(state: State, member: MemberId) -> bool:
-    return state.generation is not None and member in state.generation.members and member.replica not in state.lost
+def _members(state: State, replicas: Iterable[str]) -> tuple[MemberId, ...]:
+    return tuple(MemberId(name, worker) for name in replicas for worker in range(state.policy.num_workers))
+
+
+def _without(state: State, replicas: Container[str]) -> State:
+    return replace(state, workers={m: worker for m, worker in state.workers.items() if m.replica not in replicas})
 
 
 def validate(state: State) -> None:

@@ -46,7 +46,7 @@ class Generation:
     """In rank order; the first is the leader."""
 
     progress: tuple[Progress, ...]
-    """How far each member is, in rank order."""
+    """How far each member is, in rank order; -1 for one whose state does not count, since others went on without it."""
 
     cause: str
     """Why: ``start``, ``lost``, ``broken``, ``join``, ``leave`` or ``restore`` (nobody of the one before was left)."""
@@ -100,6 +100,12 @@ class Worker:
 
     progress: Progress = Progress(-1)
 
+    generation: int = 0
+    """Number of the generation it came from when it arrived; 0 for a new worker."""
+
+    broke: bool = False
+    """Whether that generation's group broke."""
+
 
 @dataclass(frozen=True)
 class State:
@@ -116,7 +122,10 @@ class State:
     """When a member first reported that the current generation's group broke."""
 
     leaving: frozenset[str] = frozenset()
-    """Replicas to be let go at the next step boundary."""
+    """Replicas to be let go at the next step boundary, and all that were: one let go never comes back."""
+
+    unheard: Mapping[MemberId, Worker] = field(default_factory=dict)
+    """Workers given up for silence while they waited. Heard again, they still wait for the answer to their arrival."""
 
     enough_since_s: float | None = None
     """Since when the minimum has been waiting for a first generation."""
@@ -128,7 +137,21 @@ class State:
     lost: tuple[str, ...] = ()
     """Replicas lost since the current generation was formed."""
 
+    left: tuple[str, ...] = ()
+    """Replicas let go since the current generation was formed."""
+
     is_finished: bool = False
+
+    @property
+    def current(self) -> tuple[str, ...]:
+        """Replicas of the current generation that are neither lost nor let go, in rank order."""
+        replicas = self.generation.replicas if self.generation is not None else ()
+        return tuple(name for name in replicas if name not in self.lost + self.left)
+
+    @property
+    def waiting(self) -> dict[MemberId, Worker]:
+        """Workers whose arrival is not answered yet."""
+        return {member: worker for member, worker in self.workers.items() if worker.arrived_s is not None}
 
 
 @dataclass(frozen=True)

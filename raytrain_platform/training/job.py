@@ -21,7 +21,7 @@ from raytrain_platform.errors import JobAlreadyRunningError, JobFailedError
 from raytrain_platform.spec import JobSpec
 from raytrain_platform.task import Task
 from raytrain_platform.tracking.records import RecoveryRecord, StepRecord
-from raytrain_platform.training.journal import RECOVERIES, STEPS
+from raytrain_platform.training.journal import recoveries_in, steps_in
 from raytrain_platform.training.replica import Assignment, run_worker
 from raytrain_platform.training.staffing import Phase, decide_replicas, should_give_up
 
@@ -168,13 +168,12 @@ class Job:
             ray.kill(self._coordinator)
 
     def _pass_on(self, report: Report) -> None:
-        steps: list[StepRecord] = [e.content for e in report.entries if e.log == STEPS]
+        steps = steps_in(report.entries)
         for observer in self._observers:
             if steps:
                 observer.on_steps(steps)
-            for entry in report.entries:
-                if entry.log == RECOVERIES:
-                    observer.on_recovery(entry.content)
+            for recovery in recoveries_in(report.entries):
+                observer.on_recovery(recovery)
         for lost in report.lost:
             self._tell(f"lost replica {lost.replica}: {lost.why}")
         self._tell_generation(report)

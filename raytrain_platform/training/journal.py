@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 
+from raytrain_platform.elastic.coordinator import Entry
 from raytrain_platform.elastic.protocol import Generation
 from raytrain_platform.tracking.records import RecoveryRecord, StepRecord
 from raytrain_platform.training.link import Link
@@ -14,7 +16,7 @@ from raytrain_platform.training.state import TrainState
 from raytrain_platform.training.step import Totals
 
 STEPS, RECOVERIES = "steps", "recoveries"
-"""Names of the two logs."""
+"""Names of the two logs; their lines are the fields of the records, as plain data."""
 
 
 class Journal:
@@ -76,7 +78,7 @@ class Journal:
 
     def _log_step(self, serial: int, step: int, metrics: Mapping[str, float]) -> None:
         self.last_metrics |= metrics
-        self._link.log(STEPS, serial, StepRecord(step, time.time(), metrics))
+        self._link.log(STEPS, serial, asdict(StepRecord(step, time.time(), metrics)))
 
     def _log_recovery(self, generation: Generation, at_step: int, now: float) -> None:
         marks, self._marks = self._marks, {}
@@ -96,4 +98,14 @@ class Journal:
             pause_s=max(0.0, now - begin - normal_s),
             time_s=time.time(),
         )
-        self._link.log(RECOVERIES, generation.number, record)
+        self._link.log(RECOVERIES, generation.number, asdict(record))
+
+
+def steps_in(entries: Iterable[Entry]) -> list[StepRecord]:
+    """The step records among log lines."""
+    return [StepRecord(**entry.content) for entry in entries if entry.log == STEPS]
+
+
+def recoveries_in(entries: Iterable[Entry]) -> list[RecoveryRecord]:
+    """The recovery records among log lines."""
+    return [RecoveryRecord(**entry.content) for entry in entries if entry.log == RECOVERIES]

@@ -123,6 +123,17 @@ class Link:
         with self._lock:
             self._outbox.append(Entry(log, serial, content))
 
+    def unconfirmed(self) -> list[tuple[str, int, Any]]:
+        """The log lines that the coordinator has not confirmed, as plain data."""
+        return [(entry.log, entry.serial, entry.content) for entry in self._unsent()]
+
+    def take_over(self, lines: Sequence[tuple[str, int, Any]]) -> None:
+        """Keep the lines that another member had not handed over when its state was copied."""
+        with self._lock:
+            mine = {(entry.log, entry.serial): entry for entry in self._outbox}
+            mine |= {(log, serial): Entry(log, serial, content) for log, serial, content in lines}
+            self._outbox = [mine[key] for key in sorted(mine)]
+
     def finish(self, result: dict[str, Any]) -> None:
         """Tell the coordinator that the job is done."""
         self.client.finish(result, self._unsent())

@@ -17,7 +17,7 @@ from raytrain_platform.elastic.protocol import Generation, MemberId, Policy, Pro
 from raytrain_platform.spec import JobSpec
 from raytrain_platform.task import Task, build_task
 from raytrain_platform.tracking.records import StepRecord
-from raytrain_platform.training.journal import STEPS
+from raytrain_platform.training.journal import steps_in
 from raytrain_platform.training.link import Link
 from raytrain_platform.training.worker import Surroundings, Worker
 
@@ -49,6 +49,14 @@ class LocalCoordinator:
     def finish(self, result: dict[str, Any], new: Sequence[Entry]) -> None:
         """See ``Coordinator``."""
         self._call(self._coordinator.finish(result, new))
+
+    def stop(self) -> None:
+        """See ``Coordinator``."""
+        self._call(self._coordinator.stop())
+
+    def retarget(self, target: int) -> None:
+        """See ``Coordinator``."""
+        self._call(self._coordinator.retarget(target))
 
     def leave(self, replica: str) -> None:
         """See ``Coordinator``."""
@@ -117,6 +125,6 @@ def _pass_on(
     coordinator: LocalCoordinator, on_steps: Callable[[list[StepRecord]], None], done: threading.Event
 ) -> None:
     while not done.wait(0.1):
-        records = [entry.content for entry in coordinator.report().entries if entry.log == STEPS]
+        records = steps_in(coordinator.report().entries)
         if records:
             on_steps(records)

@@ -39,14 +39,10 @@ class TrainState:
         self.step = state["progress"]["step"]
         self.num_skipped = state["progress"]["num_skipped"]
 
-    def snapshot(self) -> Snapshot:
-        """The state as named tensors, the live ones, and a skeleton that JSON can hold."""
-        tensors, skeleton = flatten(self.state_dict())
+    def snapshot(self, **more: Any) -> Snapshot:
+        """The state, and ``more`` beside it, as named tensors, the live ones, and a skeleton that JSON can hold."""
+        tensors, skeleton = flatten(self.state_dict() | more)
         return Snapshot(step=self.step, tensors=tensors, meta=skeleton)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Take over a snapshot."""
-        self.load_state_dict(snapshot.state())
 
     def weights_sha256(self) -> str:
         """The sha256 of the model's parameters and buffers."""

@@ -157,7 +157,7 @@ class Worker:
             if group.rank == source:
                 self._restore()
         if behind:
-            snapshot = self.state.snapshot() if group.rank == source else None
+            snapshot = self._snapshot() if group.rank == source else None
             received = copy_state(group, source, behind, snapshot, self._staging)
             if received is not None:
                 self._take_over(received)
@@ -171,8 +171,14 @@ class Worker:
             logger.info("going on from the checkpoint of step %d", loaded.snapshot.step)
             self._take_over(loaded.snapshot)
 
+    def _snapshot(self) -> Snapshot:
+        # With the log lines that the coordinator has not confirmed: whoever takes over the state can hand them over.
+        return self.state.snapshot(lines=self._link.unconfirmed())
+
     def _take_over(self, snapshot: Snapshot) -> None:
-        self.state.restore(snapshot)
+        state = snapshot.state()
+        self.state.load_state_dict(state)
+        self._link.take_over(state["lines"])
         self._staging = None  # the optimizer works in it from now on
 
     def _train(self, generation: Generation, share: Share) -> bool:
@@ -217,7 +223,7 @@ class Worker:
         """Hand a copy of the state to the background; the copy is all that training waits for."""
         if self._saver is None:
             self._saver = BackgroundSaver(self._around.store, self._spec.checkpoint.keep)
-        live = self.state.snapshot()
+        live = self._snapshot()
         self._saver.submit(Snapshot(live.step, self._saver.host_copy(live.tensors), live.meta))
 
     def _finish(self, generation: Generation) -> bool:
