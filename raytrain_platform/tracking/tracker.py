@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -127,7 +128,8 @@ class Tracker:
         self._is_finished = True
         left = self._flusher.close(status, reason, timeout_s)
         if left.is_ended:
-            self._unwritten.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._unwritten.unlink()
             return None
         return self._keep(left, status)
 
