@@ -64,7 +64,9 @@ def _ours() -> tuple[list[RecoveryRecord], float]:
 
 
 def _ray_train(profile: str) -> dict[str, Any]:
-    return _json_of([sys.executable, "-m", "benchmarks.rivals.ray_train_elastic", "--profile", profile, "--repeat", "1"])
+    return _json_of(
+        [sys.executable, "-m", "benchmarks.rivals.ray_train_elastic", "--profile", profile, "--repeat", "1"]
+    )
 
 
 def _torchft() -> dict[str, Any]:

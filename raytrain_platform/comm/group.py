@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -103,6 +104,7 @@ class GlooGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._abandoned: str | None = None
         self._backend: Any = None
+        self._works: list[Any] = []
         self._failure: BaseException | None = None
         self._connected = threading.Event()
         # The constructor of the backend waits for its peers in C++, where nothing could wake it.
@@ -152,9 +154,11 @@ class GlooGroup:
     def _launch(self, start: Callable[[], Any]) -> Pending:
         self.connect()
         try:
-            return _GlooPending(start(), self)
+            work = start()
         except RuntimeError as error:
             raise GroupBrokenError(str(error)) from error
+        self._works = [earlier for earlier in self._works if not earlier.is_completed()] + [work]
+        return _GlooPending(work, self)
 
     def abandon(self, reason: str) -> None:
         """See ``Group``."""
@@ -163,12 +167,37 @@ class GlooGroup:
     def close(self) -> None:
         """See ``Group``."""
         self._abandoned = self._abandoned or "the group is closed"
+        works = [work for work in self._works if not work.is_completed()]
         backend, self._backend = self._backend, None
+        self._works.clear()
         if backend is not None:
-            # Its destructor joins threads that may sit in a collective with a dead peer until the timeout.
-            graveyard = [backend]
-            del backend
-            threading.Thread(target=graveyard.clear, name="gloo-close", daemon=True).start()
+            _let_go(backend, works)
+
+
+_lingering: list[tuple[Any, list[Any]]] = []
+"""Closed backends and their collectives that have not ended yet."""
+
+
+def _let_go(backend: Any, works: list[Any]) -> None:
+    """Destroy a backend once nothing of it is under way, as it and others may be by now.
+
+    Its destructor joins threads that may sit in a collective with a dead peer until the timeout: called too early, even
+    at the end of the process, it would block.
+    """
+    _never_destroy(backend)
+    _lingering.append((backend, works))
+    for entry in list(_lingering):
+        if all(work.is_completed() for work in entry[1]):
+            _lingering.remove(entry)
+            _may_destroy(entry[0])
+
+
+def _never_destroy(backend: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+def _may_destroy(backend: Any) -> None:
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(backend))
 
 
 class _GlooPending:

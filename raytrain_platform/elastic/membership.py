@@ -79,13 +79,17 @@ def should_stop(state: State) -> bool:
     current = set(state.current)
     staying = current - state.leaving
     can_leave = bool(staying) and staying != current
-    can_join = len(staying) < state.target and bool(_newcomers(state))
+    can_join = len(staying) < state.target and bool(state.newcomers)
     return can_leave or can_join
 
 
 def _on_arrival(state: State, event: Arrived) -> tuple[State, list[Action]]:
     member, now = event.member, event.now
-    state = replace(state, unheard={m: worker for m, worker in state.unheard.items() if m != member})
+    state = replace(
+        state,
+        next_number=max(state.next_number, event.generation + 1),
+        unheard={m: worker for m, worker in state.unheard.items() if m != member},
+    )
     if state.is_finished:
         return state, [Dismiss(member, "the job is finished")]
     if member.replica in state.leaving and member.replica not in state.current:
@@ -100,13 +104,7 @@ def _on_arrival(state: State, event: Arrived) -> tuple[State, list[Action]]:
         generation=event.generation,
         broke=event.broke,
     )
-    state = replace(
-        state,
-        workers={**state.workers, member: worker},
-        num_arrivals=state.num_arrivals + 1,
-        next_number=max(state.next_number, event.generation + 1),
-    )
-    return state, []
+    return replace(state, workers={**state.workers, member: worker}, num_arrivals=state.num_arrivals + 1), []
 
 
 def _on_leave(state: State, replica: str) -> tuple[State, list[Action]]:
@@ -137,16 +135,7 @@ def _adopt(state: State, generation: Generation, now: float) -> State:
     workers = {member: worker for member, worker in state.workers.items() if worker.arrived_s is not None}
     for rank, member in enumerate(generation.members):
         workers.setdefault(member, Worker(seen_s=now, order=rank))
-    return replace(
-        state,
-        generation=generation,
-        next_number=generation.number + 1,
-        workers=workers,
-        broken_s=None,
-        enough_since_s=None,
-        lost=(),
-        left=(),
-    )
+    return _enter(state, generation, workers)
 
 
 def _notice_break(state: State, now: float) -> tuple[State, list[Action]]:
@@ -162,8 +151,7 @@ def _notice_break(state: State, now: float) -> tuple[State, list[Action]]:
 
 def _silent(state: State, now: float) -> dict[str, str]:
     """Replicas to give up, and why."""
-    policy = state.policy
-    current = state.current
+    policy, current = state.policy, state.current
     arrivals = [w.arrived_s for m, w in state.workers.items() if w.arrived_s is not None and m.replica in current]
     waiting_s = now - min(arrivals) if arrivals else 0.0
     since_break_s = now - state.broken_s if state.broken_s is not None else 0.0
@@ -204,7 +192,7 @@ def _form(state: State, now: float) -> tuple[State, list[Action]]:
         return state, []
     state, dismissals = _let_go(state)
     num_staying = len(set(state.current) - state.leaving)
-    chosen = [*state.current, *_newcomers(state)[: max(0, state.target - num_staying)]]
+    chosen = [*state.current, *state.newcomers[: max(0, state.target - num_staying)]]
     if len(chosen) < state.policy.min_replicas:
         return replace(state, enough_since_s=None), dismissals
     if not survivors and now < state.hold_until_s:
@@ -219,13 +207,14 @@ def _form(state: State, now: float) -> tuple[State, list[Action]]:
 
 def _let_go(state: State) -> tuple[State, list[Action]]:
     """Dismiss the replicas that are to leave, once others hold what they hold."""
-    leavers = [name for name in state.current if name in state.leaving]
-    staying = [name for name in state.current if name not in state.leaving]
-    furthest = max((p.step for p in _counted_progress(state, _members(state, state.current))), default=-1)
-    if not any(p.step == furthest for p in _counted_progress(state, _members(state, staying))):
+    members = state.members_of(state.current)
+    steps = {m: progress.step for m, progress in zip(members, _counted_progress(state, members), strict=True)}
+    furthest = {member.replica for member, step in steps.items() if step == max(steps.values())}
+    if furthest <= state.leaving:
         return state, []
-    dismissals: list[Action] = [Dismiss(member, "asked to leave") for member in _members(state, leavers)]
-    return replace(_without(state, leavers), left=state.left + tuple(leavers)), dismissals
+    leavers = tuple(name for name in state.current if name in state.leaving)
+    dismissals: list[Action] = [Dismiss(member, "asked to leave") for member in members if member.replica in leavers]
+    return replace(_without(state, leavers), left=state.left + leavers), dismissals
 
 
 def _counted_progress(state: State, members: Iterable[MemberId]) -> tuple[Progress, ...]:
@@ -246,7 +235,7 @@ def _counted_progress(state: State, members: Iterable[MemberId]) -> tuple[Progre
 
 
 def _begin(state: State, now: float, chosen: Sequence[str]) -> tuple[State, Form]:
-    members = _members(state, chosen)
+    members = state.members_of(chosen)
     generation = Generation(
         number=state.next_number,
         members=members,
@@ -255,17 +244,20 @@ def _begin(state: State, now: float, chosen: Sequence[str]) -> tuple[State, Form
         detail=_detail(state.lost, state.left, [name for name in chosen if name not in state.current]),
     )
     working = {member: replace(state.workers[member], seen_s=now, arrived_s=None) for member in members}
-    state = replace(
+    return _enter(state, generation, {**state.workers, **working}), Form(generation)
+
+
+def _enter(state: State, generation: Generation, workers: Mapping[MemberId, Worker]) -> State:
+    return replace(
         state,
         generation=generation,
-        next_number=state.next_number + 1,
-        workers={**state.workers, **working},
+        next_number=generation.number + 1,
+        workers=workers,
         broken_s=None,
         enough_since_s=None,
         lost=(),
         left=(),
     )
-    return state, Form(generation)
 
 
 def _cause(state: State, chosen: Iterable[str]) -> str:
@@ -283,21 +275,6 @@ def _cause(state: State, chosen: Iterable[str]) -> str:
 def _detail(lost: Iterable[str], left: Iterable[str], joined: Iterable[str]) -> str:
     groups = (("lost", lost), ("left", left), ("joined", joined))
     return "; ".join(f"{word} {', '.join(names)}" for word, names in groups if names)
-
-
-def _newcomers(state: State) -> list[str]:
-    """Replicas outside the current generation all of whose workers have arrived, in order of arrival."""
-    others = state.leaving.union(state.current)
-    arrived: dict[str, list[int]] = {}
-    for member, worker in state.waiting.items():
-        if member.replica not in others:
-            arrived.setdefault(member.replica, []).append(worker.order)
-    complete = [name for name, orders in arrived.items() if len(orders) == state.policy.num_workers]
-    return sorted(complete, key=lambda name: max(arrived[name]))
-
-
-def _members(state: State, replicas: Iterable[str]) -> tuple[MemberId, ...]:
-    return tuple(MemberId(name, worker) for name in replicas for worker in range(state.policy.num_workers))
 
 
 def _without(state: State, replicas: Container[str]) -> State:

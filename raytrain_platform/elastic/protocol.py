@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -152,6 +152,21 @@ class State:
     def waiting(self) -> dict[MemberId, Worker]:
         """Workers whose arrival is not answered yet."""
         return {member: worker for member, worker in self.workers.items() if worker.arrived_s is not None}
+
+    @property
+    def newcomers(self) -> list[str]:
+        """Replicas that can join, all of whose workers have arrived, in order of arrival."""
+        others = self.leaving.union(self.current)
+        arrived: dict[str, list[int]] = {}
+        for member, worker in self.waiting.items():
+            if member.replica not in others:
+                arrived.setdefault(member.replica, []).append(worker.order)
+        complete = [name for name, orders in arrived.items() if len(orders) == self.policy.num_workers]
+        return sorted(complete, key=lambda name: max(arrived[name]))
+
+    def members_of(self, replicas: Iterable[str]) -> tuple[MemberId, ...]:
+        """The workers of replicas, in rank order."""
+        return tuple(MemberId(name, worker) for name in replicas for worker in range(self.policy.num_workers))
 
 
 @dataclass(frozen=True)

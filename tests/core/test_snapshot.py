@@ -15,24 +15,11 @@ from torch.optim import lr_scheduler
 from raytrain_platform.checkpoint.snapshot import Snapshot, decode, digest, encode, flatten, unflatten
 from raytrain_platform.errors import CheckpointError
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint64,
-    torch.uint32,
-    torch.uint16,
-    torch.uint8,
-    torch.bool,
-]
+DTYPE_NAMES = """
+    float32 float64 bfloat16 float16 float8_e4m3fn float8_e5m2 complex64 int64
+    int32 int16 int8 uint64 uint32 uint16 uint8 bool
+"""
+DTYPES = [getattr(torch, name) for name in DTYPE_NAMES.split()]
 
 
 def through_storage(state):
