@@ -134,7 +134,7 @@ def encode(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of a safetensors file, without copying host tensors.
 
     The format: the header's length as a little-endian u64, the header as JSON, the tensors without gaps.
-    Source: https://huggingface.co/docs/safetensors.
+    Source: the format section of the safetensors documentation.
     """
     # Widest first: then every tensor starts at a multiple of its item size, as readers that map the file expect.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
