@@ -19,11 +19,12 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import ray
@@ -38,9 +39,9 @@ NUM_NODES = 3
 WARM_STEP = 25
 # Ray Train looks at the cluster anew this often, so repeats spread their failures over it.
 NODE_VIEW_PERIOD_S = 20.0
-START_BOUND_S = 60.0
+START_BOUND_S = 90.0
 RECOVERY_BOUND_S = 100.0
-REGROW_BOUND_S = 40.0
+REGROW_BOUND_S = 30.0
 REPEAT_BOUND_S = 175.0
 OUTCOME = "outcome.json"
 ROOT = Path(__file__).parents[2]
@@ -216,6 +217,16 @@ def _kill(node: list[psutil.Process]) -> None:
             process.kill()
 
 
+def _measure_and_exit(options: argparse.Namespace) -> NoReturn:
+    """Leave the outcome in the folder, and end at once: Ray's own way to end waits for the training, which does not."""
+    try:
+        (options.folder / OUTCOME).write_text(json.dumps(asdict(measure(options, options.folder))))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
 def _repeat(profile: Profile, kill_after_s: float) -> dict[str, Any]:
     """Measure once in a process of its own, which is ended with everything it started."""
     with tempfile.TemporaryDirectory(prefix="rival-", ignore_cleanup_errors=True) as folder:
@@ -272,9 +283,7 @@ def main() -> None:
     parser.add_argument("--kill-after", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.folder is not None:
-        (options.folder / OUTCOME).write_text(json.dumps(asdict(measure(options, options.folder))))
-        # At once: Ray's own way to end waits for the training, which goes on for ever.
-        os._exit(0)
+        _measure_and_exit(options)
     profile = PROFILES[options.profile]
     spread_s = [NODE_VIEW_PERIOD_S * (index + 0.5) / options.repeat for index in range(options.repeat)]
     outcomes = [_repeat(profile, kill_after_s) for kill_after_s in spread_s]
