@@ -95,7 +95,7 @@ class TimeoutSpec(_Frozen):
     lost_after_s: float = Field(default=2.0, ge=1.0)
     """Silence after which a member is lost, with no other evidence; at least two beats of 0.5 s."""
 
-    suspect_after_s: PositiveFloat = 0.2
+    suspect_after_s: PositiveFloat = 0.1
     """Silence after which a member is lost once another member saw a connection break."""
 
     hang_after_s: PositiveFloat = 300.0

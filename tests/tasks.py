@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -105,3 +106,24 @@ class PartlyUsed(Plain):
 
 
 TASKS: tuple[type[Task], ...] = (Plain, TiedWeights, PartlyUsed)
+
+
+class Slow(Plain):
+    """Steps long enough for things to happen meanwhile."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        time.sleep(0.005)
+        return super().loss(model, batch)
+
+
+class Raising(Plain):
+    """Its loss raises from its tenth call on."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.num_calls += 1
+        if self.num_calls > 10:
+            raise ValueError("the user's own words")
+        return super().loss(model, batch)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +25,7 @@ from raytrain_platform.task import Task
 from raytrain_platform.tracking.records import RecoveryRecord, StepRecord
 from raytrain_platform.training.journal import recoveries_in, steps_in
 from raytrain_platform.training.replica import Assignment, run_worker
-from raytrain_platform.training.staffing import Phase, decide_replicas, should_give_up
+from raytrain_platform.training.staffing import REPLACE_AFTER_S, Phase, decide_replicas, should_give_up
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,9 @@ class _Run:
 
     assignment: Assignment
     phase: Phase = Phase.STARTING
+    lost_s: float = -math.inf
+    """When it was given up, by the monotonic clock."""
+
     has_been_ready: bool = False
     error: BaseException | None = None
     thread: threading.Thread = field(init=False)
@@ -202,7 +207,7 @@ class Job:
             if name in report.waiting:
                 run.phase = Phase.READY
             elif name in lost:
-                run.phase = Phase.LOST
+                run.phase, run.lost_s = Phase.LOST, time.monotonic()
             elif name in working and run.phase is not Phase.LOST:
                 run.phase = Phase.WORKING
             run.has_been_ready |= run.phase in (Phase.READY, Phase.WORKING)
@@ -225,7 +230,15 @@ class Job:
             ) from run.error
 
     def _staff(self) -> None:
-        plan = decide_replicas(phases={name: run.phase for name, run in self._runs.items()}, target=self._target)
+        now = time.monotonic()
+        num_just_lost = sum(
+            run.phase in (Phase.LOST, Phase.ENDED) and now - run.lost_s < REPLACE_AFTER_S for run in self._runs.values()
+        )
+        plan = decide_replicas(
+            phases={name: run.phase for name, run in self._runs.items()},
+            target=self._target,
+            num_just_lost=num_just_lost,
+        )
         for _ in range(plan.num_to_start):
             self._start_replica()
         for name in plan.to_release:
@@ -280,3 +293,7 @@ class _CoordinatorActor(Coordinator):
         host: str = ray.util.get_node_ip_address()
         is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
         super().__init__(policy, target, host, is_restarted=is_restarted)
+
+    async def pid(self) -> int:
+        """Process of the actor."""
+        return os.getpid()

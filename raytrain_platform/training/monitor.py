@@ -52,6 +52,8 @@ class LineMonitor:
 
     def on_recovery(self, record: RecoveryRecord) -> None:
         """See ``Observer``."""
+        if record.num_replicas_before == 0:
+            return
         phases = ", ".join(f"{name.removesuffix('_s')} {seconds:.3f}" for name, seconds in record.phases.items())
         what = f"generation {record.generation} ({record.cause}) paused {record.pause_s:.3f} s"
         self._console.print(f"[{self._spec.name}] {what}: {phases}")
@@ -117,14 +119,9 @@ class LiveMonitor:
 def recovery_table(records: Sequence[RecoveryRecord]) -> Table:
     """The recoveries of a job, phase by phase, in milliseconds."""
     table = Table(title="Changes of generation (ms)")
-    for name in (
-        "generation",
-        "cause",
-        "at step",
-        "replicas",
-        *(p.removesuffix("_s").replace("_", " ") for p in PHASES),
-    ):
-        table.add_column(name, justify="right")
+    names = [phase.removesuffix("_s").replace("_", " ") for phase in PHASES]
+    for name in ("gen", "cause", "step", "replicas", *names):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("pause", justify="right", style="bold")
     for record in records:
         sizes = f"{record.num_replicas_before} to {record.num_replicas}"

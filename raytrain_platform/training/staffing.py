@@ -10,6 +10,11 @@ MAX_FAILED_STARTS = 3
 """Runs in a row that end before they are ready; then the job is given up."""
 
 
+REPLACE_AFTER_S = 1.0
+"""Seconds before a lost replica is replaced: the others first take their next step, with the processor to themselves,
+and a replica that only seemed dead has come back."""
+
+
 class Phase(Enum):
     """Where a replica stands."""
 
@@ -34,16 +39,17 @@ class Plan:
     to_release: tuple[str, ...] = ()
 
 
-def decide_replicas(*, phases: Mapping[str, Phase], target: int) -> Plan:
+def decide_replicas(*, phases: Mapping[str, Phase], target: int, num_just_lost: int = 0) -> Plan:
     """Choose what to start and what to release so that ``target`` replicas live.
 
     Args:
         phases: Where each replica stands, the oldest first.
         target: Replicas the job should have.
+        num_just_lost: Of the lost ones, those not replaced yet: they were lost less than ``REPLACE_AFTER_S`` ago.
     """
     living = [name for name, phase in phases.items() if phase not in (Phase.LOST, Phase.ENDED)]
     if len(living) <= target:
-        return Plan(num_to_start=target - len(living))
+        return Plan(num_to_start=max(0, target - len(living) - num_just_lost))
     # The least is lost with those that have not begun, and among equals with the youngest.
     order = (Phase.STARTING, Phase.READY, Phase.WORKING)
     dearest_last = sorted(reversed(living), key=lambda name: order.index(phases[name]))

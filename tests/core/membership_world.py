@@ -7,10 +7,10 @@ laws are checked from what the workers are and were told, never from the machine
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from raytrain_platform.elastic import protocol as p
-from raytrain_platform.elastic.membership import advance, should_stop, validate
+from raytrain_platform.elastic.membership import advance, validate
 
 SLICE_S = 0.1
 """Everybody beats this often, which is on time under any of ``POLICY``'s timeouts."""
@@ -24,7 +24,7 @@ class Worker:
 
     member: p.MemberId
     heard_s: float
-    progress: p.Progress = p.Progress(-1)
+    progress: p.Progress = field(default_factory=lambda: p.Progress(-1))
     content: int = 0
     """What its state holds: the same number, the same bits. As in ``fast`` reduction, no two generations agree."""
 
@@ -148,6 +148,17 @@ class World:
                     self._act(worker)
             self.feed(p.Tick(self.now))
 
+    def reach_boundary(self) -> None:
+        """Everybody at work comes to the same step, and stops."""
+        working = [worker for worker in self.workers.values() if worker.is_working]
+        for _ in range(2):
+            furthest = max((worker.progress.step for worker in working), default=0)
+            for worker in working:
+                if not worker.is_synced or worker.progress.step < furthest:
+                    self.commit(worker)
+        for worker in working:
+            self.arrive(worker)
+
     def _act(self, worker: Worker) -> None:
         if worker.must_repeat:
             self.arrive(worker)
@@ -194,7 +205,10 @@ class World:
 
     def _on_form(self, generation: p.Generation) -> None:
         assert generation.number > self.newest, "numbers grow"
-        assert not self.outstanding(), "nobody may still be at work"
+        back = {
+            member for member in self.members(self.current) if member in self.arrived or member.replica in self.gone
+        }
+        assert back == set(self.members(self.current)), "nobody may still be at work"
         assert all(self.workers[m].is_waiting for m in generation.members), "only who asked takes part"
         names = generation.replicas
         whole = [p.MemberId(name, number) for name in names for number in range(self.policy.num_workers)]
@@ -228,11 +242,6 @@ class World:
     @staticmethod
     def members(generation: p.Generation | None) -> tuple[p.MemberId, ...]:
         return generation.members if generation is not None else ()
-
-    def outstanding(self) -> set[p.MemberId]:
-        """Members of the current generation that are neither back nor lost."""
-        members = self.members(self.current)
-        return {m for m in members if m.replica not in self.gone and m not in self.arrived}
 
     def survivors(self) -> list[str]:
         """Replicas of the current generation that can go on."""
@@ -282,8 +291,7 @@ class World:
 
     def _deserves_it(self, worker: Worker) -> bool:
         policy, silence_s = self.policy, self.now - worker.heard_s
-        members = self.members(self.current)
-        waiting_s = max((self.now - self.arrived[member] for member in members if member in self.arrived), default=0)
+        waiting_s = max((self.now - self.arrived.get(m, self.now) for m in self.members(self.current)), default=0)
         has_hung = worker.member not in self.arrived and waiting_s > policy.hang_after_s
         return has_hung or silence_s > (policy.suspect_after_s if self.is_broken else policy.lost_after_s)
 
@@ -294,37 +302,3 @@ class World:
             self.is_broken = any(
                 w.broke or w.number != self.newest for w in map(self.workers.__getitem__, self.arrived)
             )
-
-    # When calm returns.
-
-    def settle(self) -> None:
-        """From here on everybody who is alive beats on time and does as it is told."""
-        for worker in self.workers.values():
-            worker.is_frozen = worker.is_stuck = worker.is_deaf = False
-        policy = self.policy
-        self.pass_time(2 * policy.lost_after_s + policy.patience_s)
-        for _ in range(3 + len(self.workers)):  # each round lets go of leavers, or takes newcomers in
-            num_actions = self.num_actions
-            working = [worker for worker in self.workers.values() if worker.is_working]
-            if working and should_stop(self.state):
-                self._reach_boundary(working)
-            self.pass_time(policy.patience_s + 3 * SLICE_S)
-            if self.num_actions == num_actions:
-                break
-
-    def _reach_boundary(self, working: list[Worker]) -> None:
-        for _ in range(2):
-            furthest = max(worker.progress.step for worker in working)
-            for worker in working:
-                if not worker.is_synced or worker.progress.step < furthest:
-                    self.commit(worker)
-        for worker in working:
-            self.arrive(worker)
-
-    def available(self) -> set[str]:
-        """Replicas that are whole and wanted."""
-        alive = [worker.member.replica for worker in self.workers.values() if worker.is_alive]
-        return {name for name in alive if alive.count(name) == self.policy.num_workers} - self.let_go
-
-    def alive(self) -> Iterable[Worker]:
-        return (worker for worker in self.workers.values() if worker.is_alive)

@@ -112,11 +112,12 @@ def test_gaps_are_filled_with_the_median_of_the_training_rows() -> None:
     assert later[0, 0] == np.float32((2.0 - 3.5) / column.std)
 
 
-def test_a_constant_column_becomes_zeros_whatever_its_rounding() -> None:
-    table = pd.DataFrame({"x": [0.1] * 3})
-    assert np.std(table["x"].to_numpy()) != 0  # what must not be divided by
-    preprocessor = FramePreprocessor.fit(table)
-    assert torch.equal(preprocessor.encode(table).numbers_NF, torch.zeros(3, 1))
+# Rounding gives the first a deviation that is none, the second one of 0 where there is one: not to divide by.
+@pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [0.0, 0.0, 2.2e-308]])
+def test_a_column_that_is_constant_up_to_rounding_becomes_zeros(values: list[float]) -> None:
+    table = pd.DataFrame({"x": values})
+    assert (np.std(values) != 0) == (len(set(values)) == 1)
+    assert torch.equal(FramePreprocessor.fit(table).encode(table).numbers_NF, torch.zeros(3, 1))
 
 
 def test_a_value_never_seen_in_training_is_unknown() -> None:
