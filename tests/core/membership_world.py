@@ -165,12 +165,10 @@ class World:
         elif worker.is_working and not worker.is_stuck:
             if self.is_over(worker):
                 self.arrive(worker, broke=True)
-            elif any(self._has_stopped(member, worker.number) for member in self.members(worker.generation)):
-                self.arrive(worker)
-
-    def _has_stopped(self, member: p.MemberId, number: int) -> bool:
-        """Whether a member is at a step boundary at which, as they then agreed, all members stop."""
-        return self.workers[member].is_waiting and self.workers[member].number == number
+                return
+            others = [self.workers[member] for member in self.members(worker.generation)]
+            if any(other.is_waiting and other.number == worker.number for other in others):
+                self.arrive(worker)  # a step boundary, at which they have agreed to stop
 
     def is_over(self, worker: Worker) -> bool:
         """What the coordinator answers to a worker's beat."""
@@ -197,8 +195,7 @@ class World:
                 case p.Lost(replica, why):
                     self._on_lost(replica, why, event)
                 case p.Break(number):
-                    assert self.current is not None
-                    assert number == self.current.number
+                    assert number == self.number > 0
         assert self.state.generation is self.current
         self.is_sound = True
         return actions
@@ -210,9 +207,8 @@ class World:
         }
         assert back == set(self.members(self.current)), "nobody may still be at work"
         assert all(self.workers[m].is_waiting for m in generation.members), "only who asked takes part"
-        names = generation.replicas
-        whole = [p.MemberId(name, number) for name in names for number in range(self.policy.num_workers)]
-        assert list(generation.members) == whole, "replicas are whole"
+        names, numbers = generation.replicas, range(self.policy.num_workers)
+        assert list(generation.members) == [p.MemberId(n, number) for n in names for number in numbers], "none in part"
         assert len(names) >= self.policy.min_replicas
         self._check_order(generation)
         self._check_progress(generation)
@@ -299,6 +295,5 @@ class World:
         """The newest generation heard of is the truth for a coordinator that was restarted."""
         if generation.number > self.number and generation.number >= self.newest:
             self._follow(generation)
-            self.is_broken = any(
-                w.broke or w.number != self.newest for w in map(self.workers.__getitem__, self.arrived)
-            )
+            arrived = [self.workers[member] for member in self.arrived]
+            self.is_broken = any(worker.broke or worker.number != self.newest for worker in arrived)
