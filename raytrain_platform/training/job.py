@@ -92,18 +92,18 @@ class _Run:
 class Job:
     """One training of a task. Make it, ``run`` it; ``stop`` and ``resize`` may be called from other threads."""
 
-    def __init__(self, spec: JobSpec, task_type: type[Task], observers: Sequence[Observer]) -> None:
+    def __init__(self, spec: JobSpec, task_type: type[Task]) -> None:
         """Claim the job's name on the cluster.
 
         Args:
             spec: The job.
             task_type: The task it trains.
-            observers: Are told what happens.
 
         Raises:
             JobAlreadyRunningError: A job of this name is running.
         """
-        self._spec, self._task_type, self._observers = spec, task_type, observers
+        self._spec, self._task_type = spec, task_type
+        self._observers: Sequence[Observer] = ()
         self._target = spec.replicas.max
         self._runs: dict[str, _Run] = {}
         self._num_started = 0
@@ -121,8 +121,11 @@ class Job:
         """Handle of the coordinator's actor."""
         return self._coordinator
 
-    def run(self) -> dict[str, Any] | None:
+    def run(self, observers: Sequence[Observer]) -> dict[str, Any] | None:
         """Train until the job is done.
+
+        Args:
+            observers: Are told what happens.
 
         Returns:
             What the leader reported at the end; None when the job was stopped.
@@ -130,6 +133,7 @@ class Job:
         Raises:
             JobFailedError: Its own code stopped it, or no replica could be started.
         """
+        self._observers = observers
         with self._closing():
             while True:
                 report: Report = ray.get(self._coordinator.report.remote())

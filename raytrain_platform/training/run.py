@@ -102,26 +102,22 @@ def run_job(
     """
     begin = time.monotonic()
     task = build_task(task_type, spec.params)
-    with connect(), make_monitor(spec, observers) as shown, _Tracking(spec) as tracking:
+    with connect(), make_monitor(spec, observers) as shown:
         check_cluster(spec.replicas)
         _prepare_checkpoints(spec, resume, shown)
-        job = Job(spec, task_type, [tracking, *shown])
+        job = Job(spec, task_type)
         on_start(job)
-        try:
-            outcome = job.run()
-        except KeyboardInterrupt:
-            tracking.finish("KILLED", "interrupted")
-            raise
-        except Exception as error:
-            tracking.finish("FAILED", str(error).split("\n")[0])
-            raise
-        if outcome is None:
-            tracking.finish("KILLED", "stopped")
-            raise JobFailedError(
-                f"job {spec.name!r} was stopped before its end; run it again by the same name to go on"
-            )
-        tracking.log_model(task)
-        tracking.finish("FINISHED", "")
+        with _Tracking(spec) as tracking:
+            outcome = job.run([tracking, *shown])
+            if outcome is None:
+                raise _StoppedError(
+                    f"job {spec.name!r} was stopped before its end; run it again by the same name to go on"
+                )
+            try:
+                tracking.log_model(task)
+            except Exception as error:  # the job is done and its weights are saved: this must not undo it
+                for observer in shown:
+                    observer.on_event(f"the model was not logged to MLflow: {type(error).__name__}: {error}")
         return Result(
             name=spec.name,
             run_id=tracking.run_id,
@@ -129,6 +125,10 @@ def run_job(
             seconds=time.monotonic() - begin,
             **outcome,
         )
+
+
+class _StoppedError(JobFailedError):
+    """Somebody asked for the end."""
 
 
 def describe(spec: JobSpec) -> str:
@@ -191,8 +191,18 @@ class _Tracking:
     def __enter__(self) -> _Tracking:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *trace: object) -> None:
+        """End the run as the job ended. A tracker that could not open has its own error shown instead."""
         self._thread.shutdown()
+        if self._tracker.exception() is not None:
+            return
+        match error:
+            case None:
+                self._tracker.result().finish("FINISHED")
+            case KeyboardInterrupt() | _StoppedError():
+                self._tracker.result().finish("KILLED", "stopped")
+            case _:
+                self._tracker.result().finish("FAILED", str(error).split("\n")[0])
 
     def _open(self) -> Any:
         from raytrain_platform.tracking.tracker import Tracker
@@ -225,12 +235,6 @@ class _Tracking:
         model = task.build_model()
         model.load_state_dict(loaded.snapshot.state()["model"])
         self._tracker.result().log_model(model, _example(task, model))
-
-    def finish(self, status: str, reason: str) -> None:
-        """End the run. A tracker that never opened has its own error shown instead."""
-        self._thread.shutdown(wait=True)
-        if self._tracker.exception() is None:
-            self._tracker.result().finish(status, reason)
 
     def _submit(self, call: Callable[[], Any]) -> None:
         self._last = self._thread.submit(call)

@@ -135,7 +135,7 @@ def test_a_second_job_of_the_same_name_is_refused(start, tmp_path):
     job = start(steps=2000)
     job.until_step(1)
     with pytest.raises(JobAlreadyRunningError, match="'job' is already running"):
-        Job(make_spec(tmp_path), Slow, [])
+        Job(make_spec(tmp_path), Slow)
 
 
 def test_what_no_node_can_offer_is_refused_at_once(cluster, tmp_path):
