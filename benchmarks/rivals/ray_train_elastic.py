@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -44,7 +45,6 @@ RECOVERY_BOUND_S = 100.0
 REGROW_BOUND_S = 30.0
 REPEAT_BOUND_S = 175.0
 OUTCOME = "outcome.json"
-ROOT = Path(__file__).parents[2]
 Found = TypeVar("Found")
 
 
@@ -76,7 +76,7 @@ TUNED = Profile(
 PROFILES = {"stock": STOCK, "tuned": TUNED}
 SURROUNDINGS = {
     "RAY_TRAIN_V2_ENABLED": "1",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "OMP_NUM_THREADS": "1",
     "RAY_raylet_start_wait_time_s": "60",
     # What makes Ray take 127.0.0.1 for the address of this machine, so that it listens on nothing else.
@@ -284,13 +284,14 @@ def main() -> None:
     options = parser.parse_args()
     if options.folder is not None:
         _measure_and_exit(options)
+    # What was started is ended also when this process is asked to end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     profile = PROFILES[options.profile]
     spread_s = [NODE_VIEW_PERIOD_S * (index + 0.5) / options.repeat for index in range(options.repeat)]
     outcomes = [_repeat(profile, kill_after_s) for kill_after_s in spread_s]
     found: dict[str, Any] = {name: [outcome[name] for outcome in outcomes] for name in outcomes[0]}
     found["settings"] = {"profile": options.profile, **asdict(profile)}
-    text = json.dumps(found, indent=2)
-    print(text)
+    print(text := json.dumps(found, indent=2))
     if options.out is not None:
         options.out.write_text(text + "\n")
 

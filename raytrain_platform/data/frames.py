@@ -52,8 +52,8 @@ class NumberColumn(_Frozen):
             mean, std = filled_N.mean(), filled_N.std()
         if not np.isfinite([median, mean, std]).all():
             raise _not_finite(column)
-        # Rounding alone gives a column this much, and the squares of deviations below 1e-150 vanish: not to divide by.
-        if std <= 10 * np.finfo(np.float64).eps * np.abs(filled_N).max() + 1e-150:
+        # Rounding alone gives a column this much, and tiny deviations have squares of 0: not to divide by.
+        if std <= 10 * np.finfo(np.float64).eps * np.abs(filled_N).max():
             mean, std = median, 1.0
         return cls(name=str(column.name), median=float(median), mean=float(mean), std=float(std))
 

@@ -94,6 +94,8 @@ class Rehearsal:
             RaytrainError: The job ended with it.
         """
         self._until(lambda: not self._thread.is_alive(), "the end of the job")
+        if self._error is not None:
+            raise self._error
         assert self._result is not None
         return self._result
 

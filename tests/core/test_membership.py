@@ -196,7 +196,7 @@ def test_who_was_let_go_never_comes_back() -> None:
     world.leave("r3")
     world.start("r3")
     assert not of(world, "r3").is_alive
-    of(world, "r0").is_frozen = True
+    of(world, "r0").is_frozen = of(world, "r1").is_stuck = True
     world.pass_time(POLICY.lost_after_s + SLICE_S)
     world.arrive(of(world, "r0"))
     world.leave("r0")
