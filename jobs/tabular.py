@@ -123,3 +123,10 @@ class Tabular(Task):
             # Its mean over all patients is 1 - mean squared error / variance: R².
             "r2": ((1 - errors_B.square() / eval_variance).sum(), num_patients),
         }
+
+
+if __name__ == "__main__":
+    from raytrain_platform import train
+
+    result = train(Tabular, name="tabular", epochs=25, batch_size=36, num_shards=4, replicas={"min": 1, "max": 2})
+    print(f"R2 {result.metrics['val/r2']:.3f}, weights {result.weights_sha256[:12]}, run {result.run_id}")

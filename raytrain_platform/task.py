@@ -135,6 +135,24 @@ def load_task(path: str) -> type[Task]:
     return found
 
 
+def importable(task_type: type[Task]) -> type[Task]:
+    """The same class, imported from its file if it was defined in the script that runs.
+
+    Workers then import it too, as ``multiprocessing`` has it, rather than unpickle a class: not every class can be
+    pickled. Classes of a notebook, or of a script outside the working directory, stay as they are.
+    """
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if task_type.__module__ != "__main__" or file is None:
+        return task_type
+    script = Path(file).resolve()
+    if not script.is_relative_to(Path.cwd()):
+        return task_type
+    parts = script.relative_to(Path.cwd()).with_suffix("").parts
+    if not all(part.isidentifier() for part in parts):
+        return task_type
+    return load_task(f"{'.'.join(parts)}:{task_type.__qualname__}")
+
+
 def build_task(task_type: type[Task], params: Mapping[str, Any]) -> Task:
     """Build a task with the parameters of a spec.
 

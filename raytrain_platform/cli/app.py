@@ -47,7 +47,7 @@ def train(
     if dry_run:
         sys.stdout.write(describe(spec))
         return
-    Console(highlight=False, markup=False).print(summarize(run_job(spec, task_type, resume=resume)))
+    typer.echo(summarize(run_job(spec, task_type, resume=resume)))
 
 
 @app.command()

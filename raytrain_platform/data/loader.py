@@ -251,9 +251,8 @@ def _serve(reader: _Reader, connection: Connection) -> None:
             try:
                 connection.send(answer)
             except (TypeError, AttributeError, pickle.PicklingError) as error:
-                connection.send(
-                    (None, _data_error(f"the batch cannot leave its loader process ({_where(key)})", error))
-                )
+                what = f"collate returned what pickle cannot take ({_where(key)}); return tensors, dicts or tuples"
+                connection.send((None, _data_error(what, error)))
             # Not held while the next one is read.
             del answer
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -69,7 +70,7 @@ class _Run:
         trainer = TorchTrainer(
             run_worker,
             train_loop_config={"assignment": self.assignment},
-            torch_config=TorchConfig(backend="gloo"),
+            torch_config=_NoProcessGroup(),
             scaling_config=ScalingConfig(
                 num_workers=spec.workers_per_replica, resources_per_worker=dict(spec.resources_per_worker)
             ),
@@ -87,6 +88,14 @@ class _Run:
     @property
     def has_ended(self) -> bool:
         return not self.thread.is_alive()
+
+
+class _NoProcessGroup(TorchConfig):
+    """Leaves out Ray Train's own process group: nobody would use it, and its store listens on every interface."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return Backend
 
 
 class Job:

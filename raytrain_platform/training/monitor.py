@@ -48,7 +48,7 @@ class LineMonitor:
         """See ``Observer``."""
         if time.monotonic() >= self._next_s:
             self._next_s = time.monotonic() + _LINE_EVERY_S
-            self._console.print(f"[{self._spec.name}] step {records[-1].step}: {_in_words(records[-1])}")
+            self._print(f"step {records[-1].step}: {_in_words(records[-1])}")
 
     def on_recovery(self, record: RecoveryRecord) -> None:
         """See ``Observer``."""
@@ -56,11 +56,14 @@ class LineMonitor:
             return
         phases = ", ".join(f"{name.removesuffix('_s')} {seconds:.3f}" for name, seconds in record.phases.items())
         what = f"generation {record.generation} ({record.cause}) paused {record.pause_s:.3f} s"
-        self._console.print(f"[{self._spec.name}] {what}: {phases}")
+        self._print(f"{what}: {phases}")
 
     def on_event(self, text: str) -> None:
         """See ``Observer``."""
-        self._console.print(f"[{self._spec.name}] {text}")
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(f"[{self._spec.name}] {text}", soft_wrap=True)
 
 
 class LiveMonitor:

@@ -18,7 +18,7 @@ from raytrain_platform.cluster.capacity import check_cluster
 from raytrain_platform.cluster.connect import connect
 from raytrain_platform.errors import JobFailedError, SpecError
 from raytrain_platform.spec import JobSpec, parse_spec
-from raytrain_platform.task import Task, build_task, load_task
+from raytrain_platform.task import Task, build_task, importable, load_task
 from raytrain_platform.tracking.records import RecoveryRecord, StepRecord
 from raytrain_platform.training.job import Job, Observer
 from raytrain_platform.training.monitor import make_monitor
@@ -75,8 +75,9 @@ def train(task: type[Task] | JobSpec, *, resume: bool = True, **fields: Any) -> 
             )
         spec, task_type = task, load_task(task.task)
     else:
-        path = f"{task.__module__}:{task.__qualname__}"
-        spec, task_type = parse_spec({"name": task.__qualname__.lower(), "task": path} | fields), task
+        task_type = importable(task)
+        path = f"{task_type.__module__}:{task_type.__qualname__}"
+        spec = parse_spec({"name": task_type.__qualname__.lower(), "task": path} | fields)
     return run_job(spec, task_type, resume=resume)
 
 

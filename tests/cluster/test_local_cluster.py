@@ -117,15 +117,17 @@ def test_a_request_that_no_node_can_host_is_refused_and_one_that_fits_is_not(clu
 def test_a_killed_node_is_gone_at_once_and_ray_learns_of_it(cluster: LocalCluster) -> None:
     @ray.remote(num_cpus=1)
     class Parent:
-        def start_child(self) -> tuple[int, int]:
-            return os.getpid(), subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+        def start_grandchild(self) -> int:
+            subprocess.Popen(["sh", "-c", "sleep 600; true"], start_new_session=True)
+            return os.getpid()
 
     doomed, other = cluster.nodes()
     on_doomed = NodeAffinitySchedulingStrategy(doomed, soft=False)
     parent = Parent.options(scheduling_strategy=on_doomed).remote()
-    worker_and_child = ray.get(parent.start_child.remote(), timeout=60)
+    worker = ray.get(parent.start_grandchild.remote(), timeout=60)
+    assert until(lambda: "sleep" in [process.name() for process in cluster.processes_of(doomed)], timeout_s=10)
     processes = cluster.processes_of(doomed)
-    assert {process.pid for process in processes} > set(worker_and_child)
+    assert worker in [process.pid for process in processes]
 
     killed_at = time.monotonic()
     cluster.kill_node(doomed)

@@ -114,7 +114,7 @@ def test_the_death_of_a_member_ends_the_waits_of_all_others(kind: str) -> None:
             killed_s = time.monotonic()
             members.kill(rank=0)
             ended = [members.members[rank].receive()[0] for rank in (1, 2)]
-            return max(ended) - killed_s
+            return float(max(ended) - killed_s)
 
     soon(1.0, measure)
 

@@ -30,10 +30,10 @@ def random_leaves(num_leaves: int, seed: int) -> np.ndarray:
     return (random.standard_normal(num_leaves) * 10.0 ** random.integers(-3, 4, num_leaves)).astype(np.float32)
 
 
-def sum_at(leaves: Sequence[np.float32], node: Node) -> np.float32:
+def sum_at(leaves: np.ndarray, node: Node) -> np.float32:
     """The reference: the sum at a node is that of its left child plus that of its right child, if it has one."""
     if node.level == 0:
-        return leaves[node.index]
+        return np.float32(leaves[node.index])
     left, right = Node(node.level - 1, 2 * node.index), Node(node.level - 1, 2 * node.index + 1)
     if right.index << right.level >= len(leaves):
         return sum_at(leaves, left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -74,7 +75,8 @@ def ray_head(tmp_path_factory) -> Iterator[str]:
     token = home / "token"
     environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-    subprocess.run([str(BIN / "ray"), "get-auth-token", "--generate"], env=environment, check=True, capture_output=True)
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
     before = {process.pid for process in psutil.process_iter()}
     command = [str(BIN / "ray"), "start", "--head", "--block", "--num-cpus=2", f"--port={ports[0]}"]
     command += ["--node-ip-address=127.0.0.1", f"--dashboard-port={ports[1]}", f"--temp-dir={_short_folder(home)}"]
