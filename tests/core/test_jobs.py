@@ -22,7 +22,7 @@ from raytrain_platform.data.frames import FramePreprocessor
 from raytrain_platform.data.seeding import Purpose, seed_everything
 from raytrain_platform.errors import TaskError
 from raytrain_platform.spec import JobSpec, load_spec
-from raytrain_platform.task import SizedDataset, Task, build_task, load_task
+from raytrain_platform.task import Task, build_task, load_task
 
 JOBS = Path(__file__).parents[2] / "jobs"
 NAMES = ("char_lm", "digits", "tabular")
@@ -51,10 +51,6 @@ def task_of(name: str, params: dict[str, Any] | None = None) -> Task:
     return build_task(load_task(spec.task), spec.params if params is None else params)
 
 
-def samples_of(data: SizedDataset, indices: list[int]) -> list[Any]:
-    return [data[index] for index in indices]
-
-
 def train(task: Task, num_steps: int, batch_size: int) -> tuple[nn.Module, list[float]]:
     """The plainest training loop there is, in one process; returns the model and the loss of every step."""
     seed_everything(Purpose.MODEL, seed=0)
@@ -66,7 +62,7 @@ def train(task: Task, num_steps: int, batch_size: int) -> tuple[nn.Module, list[
     for _ in range(num_steps):
         order = order or torch.randperm(len(data)).tolist()
         batch, order = order[:batch_size], order[batch_size:]
-        loss = task.loss(model, task.collate(samples_of(data, batch)))
+        loss = task.loss(model, task.collate([data[index] for index in batch]))
         optimizer.zero_grad()
         loss.mean.backward()
         optimizer.step()
@@ -84,7 +80,7 @@ def evaluate(task: Task, model: nn.Module, batch_size: int) -> dict[str, tuple[f
     model.eval()
     with torch.no_grad():
         for begin in range(0, len(data), batch_size):
-            batch = task.collate(samples_of(data, list(range(begin, min(begin + batch_size, len(data))))))
+            batch = task.collate([data[index] for index in range(begin, min(begin + batch_size, len(data)))])
             for name, (total, count) in task.evaluate(model, batch).items():
                 before = totals.get(name, (0.0, 0.0))
                 totals[name] = (before[0] + float(total), before[1] + float(count))
@@ -155,10 +151,10 @@ def test_samples_depend_on_nothing_but_their_index_and_the_seed(name: str, part:
     assert len(first) == len(second) > 0
     indices = [0, 1, len(first) // 2, len(first) - 1]
     seed_everything(Purpose.DATA, seed=5)
-    seen = samples_of(first, indices)
-    samples_of(first, indices)  # what is read before a shard leaves no trace
+    seen = [first[index] for index in indices]
+    [first[index] for index in indices]  # what is read before a shard leaves no trace
     seed_everything(Purpose.DATA, seed=5)
-    for one, other in zip(seen, samples_of(second, indices), strict=True):
+    for one, other in zip(seen, (second[index] for index in indices), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -168,10 +164,11 @@ def test_a_loss_weighs_as_much_as_it_has_parts(name: str) -> None:
     seed_everything(Purpose.MODEL, seed=0)
     model = task.build_model()
     model.eval()  # batch norm would see another batch in each part
-    data = samples_of(task.train_data(), list(range(12)))
+    data = list(itertools.islice(task.train_data(), 12))
     with torch.no_grad():
         whole, *parts = (task.loss(model, task.collate(part)) for part in (data, data[:3], data[3:]))
-    assert float(whole.weight) == sum(float(part.weight) for part in parts)
+    num_parts = 12 * (SMALL[name]["context"] if name == "char_lm" else 1)  # characters, or samples
+    assert [float(loss.weight) for loss in (whole, *parts)] == [num_parts, num_parts / 4, num_parts * 3 / 4]
     total = sum(part.mean.item() * float(part.weight) for part in parts)
     assert total == pytest.approx(whole.mean.item() * float(whole.weight), rel=1e-4)
 
@@ -221,7 +218,7 @@ def test_a_window_predicts_what_follows() -> None:
         tokens_T, targets_T = task.train_data()[index]
         assert torch.equal(tokens_T, train_N[index : index + 16])
         assert torch.equal(targets_T, train_N[index + 1 : index + 17])
-    targets = torch.cat([targets_T for _, targets_T in samples_of(task.eval_data(), list(range(10)))])
+    targets = torch.cat([targets_T for _, targets_T in itertools.islice(task.eval_data(), 10)])
     assert torch.equal(targets, eval_N[1:161])
     with pytest.raises(ValueError, match="need context < "):
         CharLM(context=10**6).train_data()
@@ -236,6 +233,8 @@ def test_the_model_does_not_see_the_future() -> None:
     before, after = model(tokens_BT), model(changed_BT)
     torch.testing.assert_close(before[:, :9], after[:, :9])
     assert not torch.allclose(before[:, 9:], after[:, 9:], atol=1e-4)
+    same_everywhere = model(torch.zeros(1, 16, dtype=torch.int64))[0]
+    assert len(same_everywhere.unique(dim=0)) == 16, "the model cannot tell positions apart"
 
 
 def test_the_output_layer_is_the_embedding() -> None:
@@ -244,6 +243,8 @@ def test_the_output_layer_is_the_embedding() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(0.24e6, rel=0.05)
     large = CharLM(dim=384, num_layers=6, num_heads=6, context=256).build_model()
     assert sum(parameter.numel() for parameter in large.parameters()) == pytest.approx(10.8e6, rel=0.05)
+    out = [float(p.std()) for name, p in large.named_parameters() if name.endswith("_out.weight")]
+    assert out == pytest.approx([0.02 / math.sqrt(12)] * 12, rel=0.02)
 
 
 def test_the_learning_rate_rises_then_falls_and_goes_on_from_what_is_kept_as_json() -> None:
